@@ -246,6 +246,7 @@ def _guarded(run: Callable[[], dict[str, Any]], device: torch.device) -> dict[st
 
 
 def _free(device: torch.device) -> None:
+    torch.compiler.reset()  # else compilations of earlier cases count against torch.compile's limit
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -402,8 +403,7 @@ class _DistillRun:
         stage: dict[str, Any] = {"kind": "distill", "length": case.length, "batch": case.batch, "rows": case.rows}
         stage |= {"tokens": case.log_every * case.intervals * case.positions, "rate": 1e-4, "trains": ["all"]}
         stage |= {"memory": case.memory, "rates": {"mixers": 1e-3}}
-        if case.compiled and self.device.type == "cuda":
-            stage["compile"] = "layers"
+        stage["compile"] = "layers" if case.compiled and self.device.type == "cuda" else "none"
         data = {"sources": [{"path": str(training_text(self.folder)), "separator": "\n"}], "packing": "stream"}
         keys = {"data": data, "stages": [stage], "log": case.log_every, "checkpoint": 0, "cuda_graph": True}
         return parse_healing_recipe(keys)
@@ -536,6 +536,7 @@ def _step_ms(case: DistillCase, model: Any, device: torch.device) -> float:
     from surgery.core.parallel_compile import compile_kernels
     from surgery.mixers.common.packed_documents import one_document_per_row
     from surgery.modeling.cuda_graph import record_graph
+    from surgery.modeling.graph_masks import masks_of_ordinary_calls
     from surgery.training.stages import STAGES, StageModels
 
     config_type: Any = STAGES.config_type("lm")
@@ -561,7 +562,7 @@ def _step_ms(case: DistillCase, model: Any, device: torch.device) -> float:
     stream = torch.cuda.Stream(device)
     compile_kernels(step, device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with one_document_per_row():
+    with one_document_per_row(), masks_of_ordinary_calls([model]):
         with torch.cuda.stream(stream):
             step()
         replay = record_graph(step, stream=stream)

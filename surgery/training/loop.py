@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,8 +19,14 @@ from surgery.core.errors import SurgeryError
 from surgery.core.parallel_compile import cache_folder, compile_kernels
 from surgery.training.batches import StepBatch, iter_steps, to_device
 from surgery.training.checkpoints import CheckpointManager, TrainPosition, TrainState
-from surgery.training.compiled_layers import restore_layers, try_compiled
-from surgery.training.cuda_graph import CapturedMicroBatch, capture_micro_batch, plain_inputs
+from surgery.training.compiled_layers import (
+    is_worth_compiling,
+    restore_layers,
+    room_for_compilations,
+    try_compiled,
+    without_compilation,
+)
+from surgery.training.cuda_graph import CapturedMicroBatch, capture_micro_batch, is_plain_batch, plain_inputs
 from surgery.training.data.prefetch import PREFETCH_TOKENS, prefetch
 from surgery.training.distributed.accelerator import batch_layout, optimizer_step_class, sharding_name
 from surgery.training.guard import (
@@ -110,6 +116,7 @@ class TrainingLoop:
         self.recent_steps: list[StepBatch] = []
         self.due_save = at.step  # the step of the latest checkpoint
         self.is_ready, self.at_full_speed = False, False
+        self.compiled = False  # whether torch.compile runs the layers, of rows of one document each
 
     # -- the loop ------------------------------------------------------------------------------------
     def run(self) -> TrainPosition:
@@ -168,7 +175,7 @@ class TrainingLoop:
             stack.enter_context(self.captured.steps())
         batch = split_rows(step.batches[:1], choice.rows)[0]
         self._compile_kernels(batch)
-        if self.config.compile == "layers":
+        if self._compiles_layers():
             self._compile_layers(batch, stack)
 
     def _compile_kernels(self, batch: Batch) -> None:
@@ -191,24 +198,45 @@ class TrainingLoop:
         finally:
             self.optimizer_step.inner.zero_grad(set_to_none=True)
 
-    def _inputs(self, batch: Batch) -> AbstractContextManager[Batch]:
-        """Return the context of a micro-batch on the device, in the form of the captured graph if there is to be one."""
+    @contextmanager
+    def _inputs(self, batch: Batch) -> Iterator[Batch]:
+        """Yield a micro-batch on the device, in the form of the captured graph or of compiled layers if there are any.
+
+        Compiled mixers take one document a row, so rows of several run without compilation.
+        """
         device = self.accelerator.device
-        return nullcontext(to_device(batch, device)) if self.captured is None else plain_inputs(batch, device)
+        if self.captured is None and not self.compiled:
+            yield to_device(batch, device)
+            return
+        with ExitStack() as stack:
+            if self.compiled and not is_plain_batch(batch):
+                stack.enter_context(without_compilation(self._models()))
+            yield stack.enter_context(plain_inputs(batch, device))
+
+    def _models(self) -> list[Any]:
+        return [model for model in (self.models.student, self.models.teacher) if model is not None]
+
+    def _compiles_layers(self) -> bool:
+        if self.config.compile != "auto":
+            return self.config.compile == "layers"
+        return self.captured is not None and is_worth_compiling(self._models(), self.config.tokens)
 
     def _compile_layers(self, batch: Batch, stack: ExitStack) -> None:
         """Compile the layers of student and teacher, on a micro-batch whose results are dropped, until `stack` ends."""
-        models = [model for model in (self.models.student, self.models.teacher) if model is not None]
-        device = self.accelerator.device
+        models, device = self._models(), self.accelerator.device
         if sharding_name(self.accelerator):
             warnings.warn("compile: layers is for models that are not sharded; the layers run without", stacklevel=2)
             return
+        stack.enter_context(room_for_compilations(models))
+        began = time.perf_counter()
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             try:
-                compiled = try_compiled(models, lambda: self._run_and_drop(batch))
+                self.compiled = True
+                self.compiled = try_compiled(models, lambda: self._run_and_drop(batch))
             except torch.OutOfMemoryError:  # the step runs with less
-                compiled = True
-        if compiled:
+                pass
+        if self.compiled:
+            self.context.report({"note": f"layers compiled in {time.perf_counter() - began:.1f} s"})
             for model in models:
                 stack.callback(restore_layers, model)
 

@@ -40,7 +40,8 @@ class StageConfig(StrictModel):
     rates for some kinds of parameters (see optim.PARAMETER_KINDS) instead of `rate`. trains: kinds, roles, or paths
     with * and ?. clip: maximum gradient norm. ema: decay of the weights' moving average. memory: `keep`
     or recompute (`checkpoint`) activations; `auto` measures the first rows on a GPU and keeps them where they fit, with
-    fewer rows per forward if need be. compile: `layers` compiles each layer of student and teacher with torch.compile. data: overrides the recipe's data.
+    fewer rows per forward if need be. compile: `layers` compiles each layer of student and teacher with torch.compile;
+    `auto` does so where a CUDA graph runs the steps and there are enough of them. data: overrides the recipe's data.
     """
 
     name: ClassVar[str]
@@ -58,7 +59,7 @@ class StageConfig(StrictModel):
     clip: Annotated[Real, Field(gt=0)] | None = 1.0
     ema: Annotated[Real, Field(gt=0, lt=1)] | None = None
     memory: Literal["auto", "keep", "checkpoint"] = "auto"
-    compile: Literal["none", "layers"] = "none"
+    compile: Literal["auto", "none", "layers"] = "auto"
     data: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="before")
