@@ -57,11 +57,13 @@ def join_forward(
     near, far, near_H, far_H, gate, out, T, L, H, near_b, near_h, near_t, far_b, far_h, far_t, gate_b, gate_t, gate_h,
     V: tl.constexpr, GATES: tl.constexpr, M: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Compute out_BTHV. Grid: tiles of M tokens, B * H. GATES: 0 none, 1 per head, 2 per value."""
-    lane = tl.program_id(1).to(tl.int64)
+    """Compute out_BTHV. GATES: 0 none, 1 per head, 2 per value. Grid: B * H times tiles of M tokens, on one axis, as the
+    second has 65,535 programs at most."""
+    tiles = tl.cdiv(T, M)
+    lane, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     b, h = lane // H, lane % H
     near_MV, far_MV, near_weight, far_weight, sigmoid_MV, t_M, v_V, ok, _is_far = _load_branches(
-        near, far, near_H, far_H, gate, b, h, tl.program_id(0) * M, T, L, near_b, near_h, near_t, far_b, far_h, far_t,
+        near, far, near_H, far_H, gate, b, h, tile * M, T, L, near_b, near_h, near_t, far_b, far_h, far_t,
         gate_b, gate_t, gate_h, V, GATES, M, BV,
     )  # fmt: skip
     y_MV = (near_MV * near_weight + far_MV * far_weight) * (2 * sigmoid_MV)
@@ -75,7 +77,8 @@ def join_backward(
     V: tl.constexpr, GATES: tl.constexpr, M: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Compute d_near_BHTV, d_far_BHLV, d_gate_BTHV, and sums (2, B * H, tiles) of the weights' gradients."""
-    lane, tile = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    tiles = tl.cdiv(T, M)
+    lane, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     b, h = lane // H, lane % H
     near_MV, far_MV, near_weight, far_weight, sigmoid_MV, t_M, v_V, ok, is_far = _load_branches(
         near, far, near_H, far_H, gate, b, h, tile * M, T, L, near_b, near_h, near_t, far_b, far_h, far_t,
@@ -96,9 +99,8 @@ def join_backward(
             tl.store(d_gate + row_M, tl.sum(dz_MV, 1).to(d_gate.dtype.element_ty), mask=t_M < T)
         else:
             tl.store(d_gate + row_M[:, None] * V + v_V[None, :], dz_MV.to(d_gate.dtype.element_ty), mask=ok)
-    tiles = tl.num_programs(0)
     tl.store(sums + lane * tiles + tile, tl.sum(tl.sum(dy_MV * near_MV, 1), 0))
-    tl.store(sums + (tl.num_programs(1) + lane) * tiles + tile, tl.sum(tl.sum(dy_MV * far_MV, 1), 0))
+    tl.store(sums + (tl.num_programs(0) // tiles + lane) * tiles + tile, tl.sum(tl.sum(dy_MV * far_MV, 1), 0))
 
 
 class JoinInputs(NamedTuple):
@@ -136,10 +138,15 @@ class JoinInputs(NamedTuple):
         gates = 0 if self.gate is None else (1 if self.gate.shape[-1] == 1 else 2)
         return {"V": V, "GATES": gates, "M": max(1, ELEMENTS // pow2(V)), "BV": pow2(V), "num_warps": 4}
 
-    def grid(self) -> tuple[int, int]:
-        """Return (tiles of tokens, B * H)."""
-        B, H, T = self.near.shape[:3]
-        return triton.cdiv(T, self.options()["M"]), B * H
+    @property
+    def tiles(self) -> int:
+        """Tiles of tokens of a row."""
+        return int(triton.cdiv(self.near.shape[2], self.options()["M"]))
+
+    def grid(self) -> tuple[int]:
+        """Return (B * H times tiles of tokens,)."""
+        B, H = self.near.shape[:2]
+        return (B * H * self.tiles,)
 
 
 def launch_forward(inputs: JoinInputs, dtype: torch.dtype) -> Tensor:
@@ -156,7 +163,7 @@ def launch_backward(inputs: JoinInputs, d_out: Tensor) -> tuple[Tensor | None, .
     (B, H), grid, d_out = near.shape[:2], inputs.grid(), unit_last_stride(d_out)
     d_near, d_far = (torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (near, far))
     d_gate = near.new_empty(0) if gate is None else torch.empty(gate.shape, device=gate.device, dtype=gate.dtype)
-    sums = torch.empty(2, B, H, grid[0], device=near.device, dtype=torch.float32)
+    sums = torch.empty(2, B, H, inputs.tiles, device=near.device, dtype=torch.float32)
     join_backward[grid](
         *inputs.tensors(), d_out, d_near, d_far, d_gate, sums, *inputs.call_sizes(), *d_out.stride()[:3],
         **inputs.options(),
@@ -213,13 +220,12 @@ def accepts(
 ) -> bool:
     """Return whether the kernels compute this call."""
     tensors = [near_BHTV, far_BHLV, near_H, far_H, *([] if gate_BTHV is None else [gate_BTHV])]
-    B, H, T, V = near_BHTV.shape
+    T, V = near_BHTV.shape[2:]
     return (
         all(x.dtype in DTYPES for x in tensors)
         and dtype in DTYPES
         and V <= MAX_VALUES
         and far_BHLV.numel() > 0
-        and B * H < 65536
         and T < 2**30
     )
 

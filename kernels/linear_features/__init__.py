@@ -115,7 +115,7 @@ def launch_forward(call: FeatureCall) -> tuple[Tensor, Tensor]:
     out = torch.empty(B, H, call.last - call.first, call.features, device=call.x.device, dtype=call.dtype)
     turned = torch.empty((B, T, H, K) if call.turned else 0, device=call.x.device, dtype=call.x.dtype)
     options = call.tile_options(FORWARD_ELEMENTS)
-    features_forward[(triton.cdiv(T, options["M"]), B * H)](
+    features_forward[(triton.cdiv(T, options["M"]) * B * H,)](
         *call.tensors(), out, turned, call.root, T, call.first, call.last, *call.sizes(), **options
     )
     return out, turned
@@ -130,7 +130,7 @@ def launch_backward(call: FeatureCall, d_out: Tensor, d_turned: Tensor) -> tuple
     dy = torch.empty((B, H, length, U) if call.w is not None else 0, device=device, dtype=call.x.dtype)
     options = call.tile_options(BACKWARD_ELEMENTS)
     strides = d_turned.stride()[:3] if call.turned else (0, 0, 0)
-    features_backward[(triton.cdiv(T, options["M"]), B * H)](
+    features_backward[(triton.cdiv(T, options["M"]) * B * H,)](
         *call.tensors(), d_out, d_turned, dx, dy, call.root, T, call.first, call.last, *call.sizes(),
         *d_out.stride()[:3], *strides, **options,
     )  # fmt: skip
@@ -213,7 +213,6 @@ def accepts(
         and (rotation is None or not any(t.requires_grad for t in rotation))
         and columns <= MAX_COLUMNS[x_BTHK.dtype]
         and plan.last > plan.first
-        and x_BTHK.shape[0] * x_BTHK.shape[2] < 65536
     )
 
 

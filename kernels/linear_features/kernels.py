@@ -94,11 +94,12 @@ def features_forward(
 ):  # fmt: skip
     """Compute features out_BHLF of tokens first .. last - 1 and, if TURNED, x after RoPE (B, T, H, K) of all tokens.
 
-    Grid: tiles of M tokens, B * H. MAP: whether W is there.
+    Grid: B * H times tiles of M tokens, on one axis, as the second has 65,535 programs at most. MAP: whether W is there.
     """
-    lane = tl.program_id(1).to(tl.int64)
+    tiles = tl.cdiv(T, M)
+    lane = (tl.program_id(0) // tiles).to(tl.int64)
     b, h = lane // H, lane % H
-    t_M = (tl.program_id(0) * M + tl.arange(0, M)).to(tl.int64)
+    t_M = (tl.program_id(0) % tiles * M + tl.arange(0, M)).to(tl.int64)
     ok_M = t_M < T
     x_M, cos_M, sin_M = _token_rows(x, cos, sin, b, h, t_M, x_b, x_t, x_h, cos_b, cos_t)
     if TURNED:
@@ -157,9 +158,10 @@ def features_backward(
 ):  # fmt: skip
     """Compute dx_BTHK, and with MAP the gradient dy_BHLF of root W u, which `weight_gradient` reads. Grid as in the
     forward."""
-    lane = tl.program_id(1).to(tl.int64)
+    tiles = tl.cdiv(T, M)
+    lane = (tl.program_id(0) // tiles).to(tl.int64)
     b, h = lane // H, lane % H
-    t_M = (tl.program_id(0) * M + tl.arange(0, M)).to(tl.int64)
+    t_M = (tl.program_id(0) % tiles * M + tl.arange(0, M)).to(tl.int64)
     ok_M = t_M < T
     kept_M = (t_M >= first) & (t_M < last)
     x_M, cos_M, sin_M = _token_rows(x, cos, sin, b, h, t_M, x_b, x_t, x_h, cos_b, cos_t)
