@@ -17,6 +17,7 @@ from surgery.checkpoint.remote_code import check_code_trusted
 from surgery.checkpoint.source import CheckpointSource, open_checkpoint, open_converted_checkpoint
 from surgery.checkpoint.table import QUANT_METHOD, is_quantized, read_table
 from surgery.core.errors import SurgeryError
+from surgery.training.sharded_tensors import allocate_meta_tensors, scatter_values
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -46,8 +47,13 @@ def open_trainable(name: str, trust_remote_code: bool = False) -> CheckpointSour
     return source
 
 
-def load_causal_lm(source: CheckpointSource, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
-    """Load a causal language model on the CPU. Raises SurgeryError if the model has no language-model head."""
+def load_causal_lm(
+    source: CheckpointSource, dtype: torch.dtype, trust_remote_code: bool = False, *, on_meta: bool = False
+) -> Any:
+    """Load a causal language model on the CPU, or without values on the meta device.
+
+    Raises SurgeryError if the model has no language-model head.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.modeling_utils import PreTrainedModel
 
@@ -57,7 +63,7 @@ def load_causal_lm(source: CheckpointSource, dtype: torch.dtype, trust_remote_co
             f"{source.name} is a {config.model_type} model, which predicts no next token. Healing needs a causal "
             "language model."
         )
-    model = load_model(source, dtype, trust_remote_code)
+    model = load_model(source, dtype, trust_remote_code, on_meta=on_meta)
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise SurgeryError(
             f"{source.name}: {type(model).__name__} has no language-model head. Healing needs a causal language model."
@@ -65,13 +71,13 @@ def load_causal_lm(source: CheckpointSource, dtype: torch.dtype, trust_remote_co
     return model
 
 
-def load_student(source: CheckpointSource, trust_remote_code: bool = False) -> Any:
+def load_student(source: CheckpointSource, trust_remote_code: bool = False, *, on_meta: bool = False) -> Any:
     """Load the student, frozen, in float32: bfloat16 would round away updates of relative size 1e-5.
 
     Experts become linears, which have the names of the tensors in the files, so that trained values can be written
-    back.
+    back. on_meta: as for `load_causal_lm`.
     """
-    student = load_causal_lm(source, torch.float32, trust_remote_code)
+    student = load_causal_lm(source, torch.float32, trust_remote_code, on_meta=on_meta)
     split_experts(student)
     return student.requires_grad_(False)
 
@@ -84,15 +90,16 @@ def load_teacher(
 
     tokenizer: the student's. settings: TeacherConfig of the recipe; where it names no dtype, float32 on the CPU and
     bfloat16 elsewhere. device: used where the settings name none. is_sharded: divide its weights over the processes,
-    each of which must call. Raises SurgeryError if teacher and student differ in
-    tokenizer or vocabulary size, or if the device is not usable.
+    each of which must call; the first alone reads them. Raises SurgeryError if teacher and student differ in tokenizer or
+    vocabulary size, or if the device is not usable.
     """
     source = open_checkpoint(name, trust_remote_code)
     check_same_tokenizer(tokenizer, source, trust_remote_code)
     target_device = torch.device(settings.device) if settings.device else device
     auto = torch.float32 if target_device.type == "cpu" else torch.bfloat16
     is_divided = is_sharded and target_device.type == device.type
-    teacher = load_causal_lm(source, DTYPES.get(settings.dtype, auto), trust_remote_code)
+    on_meta = is_divided and torch.distributed.get_rank() > 0
+    teacher = load_causal_lm(source, DTYPES.get(settings.dtype, auto), trust_remote_code, on_meta=on_meta)
     ours, theirs = (m.config.get_text_config().vocab_size for m in (student, teacher))
     if ours != theirs:
         raise SurgeryError(
@@ -108,17 +115,21 @@ def load_teacher(
 
 def shard_frozen(model: Any, device: torch.device) -> Any:
     """Divide the weights of a model without gradients over all processes (FSDP2); those of a layer are gathered while it
-    runs. Buffers stay whole.
+    runs. Buffers stay whole. All values are those of the first process; the model of another one may be on meta.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    allocate_meta_tensors(model)
+    values = {name: p.detach() for name, p in model.named_parameters()}
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     layers = set(getattr(model, "_no_split_modules", None) or ())
     for module in [m for m in model.modules() if type(m).__name__ in layers]:
         fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    return model.to(device)
+    model.to(device)
+    scatter_values(model, values)
+    return model
 
 
 def check_same_tokenizer(tokenizer: Any, teacher: CheckpointSource, trust_remote_code: bool = False) -> None:

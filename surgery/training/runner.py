@@ -24,6 +24,7 @@ from surgery.training.data.shared_tokens import SharedTokens
 from surgery.training.distributed.accelerator import (
     batch_layout,
     configure_sharding,
+    loads_values,
     make_accelerator,
     prepare,
     sharding_name,
@@ -54,7 +55,7 @@ from surgery.training.logging import (
 from surgery.training.loop import LoopContext, TrainingLoop
 from surgery.training.optim import check_parameter_kinds, make_groups, make_optimizer
 from surgery.training.recipe import HealingRecipe, stage_data_config
-from surgery.training.sharded_tensors import copy_full_, reshard_modules
+from surgery.training.sharded_tensors import allocate_meta_tensors, copy_full_, reshard_modules
 from surgery.training.stages import STAGES, Stage, StageModels
 from surgery.training.stages.base import READOUT
 from surgery.training.stages.lora import LoraStage
@@ -126,7 +127,7 @@ class StageRunner:
         self.best = BestCheckpoint(self.work / BEST, self.accelerator.process_index, self.accelerator.wait_for_everyone)
         self.log = TrainingLog(self.work, self.accelerator)
         self.progress.say(f"loading {self.source.name}")
-        student = model_loading.load_student(self.source, self.trust)
+        student = self._load_student()
         self.roles = model_loading.linear_roles(self.source, student)
         at = self._restore_position()
         start_trackers(self.accelerator, self.recipe, self.out, at)
@@ -159,6 +160,10 @@ class StageRunner:
             self.progress.say(f"resuming from {latest.name}")
         self.accelerator.wait_for_everyone()
         return at
+
+    def _load_student(self) -> Any:
+        """Load the student; on the meta device where the first process scatters its values."""
+        return model_loading.load_student(self.source, self.trust, on_meta=not loads_values(self.accelerator))
 
     def _load_models(self, student: Any) -> StageModels:
         recipe, wants = self.recipe, {STAGES[stage](stage).needs_teacher for stage in self.recipe.stages}
@@ -243,17 +248,17 @@ class StageRunner:
         stage: Stage = STAGES[config](config)
         if self.is_sharded and number:
             # A model cannot be sharded twice: load it again and restore the weights from the checkpoint.
-            models.student = models.run = model_loading.load_student(self.source, self.trust)
+            models.student = models.run = self._load_student()
         torch.manual_seed(self.recipe.seed + 1000 * number)  # all processes must create identical new parameters
         if at.step == 0:
             self._restore_weights(models)
         trained = self._prepare_stage(models, stage)
         if at.step:
             self._restore_weights(models)
-        parameters = dict(models.student.named_parameters())
+        allocate_meta_tensors(models.student)
         models.student.requires_grad_(False)
-        for name in trained:
-            parameters[name].requires_grad_(True)
+        for name in trained:  # whoever holds a parameter that FSDP2 replaces by its shards holds it whole on the device
+            models.student.get_parameter(name).requires_grad_(True)
         groups = make_groups(models.student, trained, config)
         optimiser = make_optimizer(groups, config.optimiser)
         if self.main:
@@ -262,6 +267,7 @@ class StageRunner:
             self.accelerator,
             models.student,
             optimiser,
+            groups,
             config,
             self.recipe.precision,
             captured=self.recipe.cuda_graph and config.compile == "none",
@@ -372,7 +378,7 @@ class StageRunner:
         Values are rounded to the stored dtype. The student is loaded again and restored exactly as when a killed run
         resumes.
         """
-        student = model_loading.load_student(self.source, self.trust)
+        student = self._load_student()
         adapter = False
         if self.main:
             shutil.rmtree(self.work / ADAPTER, ignore_errors=True)  # it belongs to the state after the last step
@@ -381,7 +387,8 @@ class StageRunner:
         parameters = {n: p for n, p in student.named_parameters() if n in self.trained}
         round_to_stored_dtype(parameters, tensor_keys(student, self.source, self.trained), self.source)
         for name, p in train_state.parameters.items():
-            copy_full_(p, parameters[name].detach().to(p.device))
+            values = parameters[name].detach()
+            copy_full_(p, torch.empty_like(values, device=p.device) if values.is_meta else values.to(p.device))
         if saved is None:
             return self.baseline_losses["before"]
         loss = self.best.loss(saved) if adapter else self.validation.student_loss(models)

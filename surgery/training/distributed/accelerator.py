@@ -14,6 +14,8 @@ from surgery.training.distributed import deepspeed as zero
 from surgery.training.distributed.launch import is_worker
 from surgery.training.distributed.step import OptimizerStep, is_bare_replica
 from surgery.training.logging import tracker_names
+from surgery.training.optim import ParameterGroup
+from surgery.training.sharded_tensors import scatter_values
 
 SHARDINGS = ("auto", "ddp", "fsdp2")
 REPLICATED_PARAMETERS = 1.5e9  # Llama 3.2 1B has 1.24e9; above, `auto` shards
@@ -98,12 +100,14 @@ def batch_layout(accelerator: Any, config: Any) -> BatchLayout:
 
 
 def prepare(
-    accelerator: Any, model: Any, optimiser: Any, config: Any, precision: str, *, captured: bool = False
-) -> tuple[Any, Any]:
-    """Return (wrapped model, wrapped optimizer) for a stage. config: the stage's; precision: of the recipe.
+    accelerator: Any, model: Any, optimiser: Any, groups: list[ParameterGroup], config: Any, precision: str,
+    *, captured: bool = False,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Return (wrapped model, wrapped optimizer) for a stage. groups: of the optimizer; config: the stage's; precision: of
+    the recipe.
 
     captured: whether a CUDA graph may hold the forward and backward pass. Replicas then stay unwrapped, and OptimizerStep
-    sums their gradients.
+    sums their gradients. With FSDP2 all values are those of the first process, and the groups hold the shards afterwards.
     """
     if captured and is_bare_replica(accelerator, model):
         for parameter in (p for p in model.parameters() if p.requires_grad):
@@ -113,7 +117,21 @@ def prepare(
     if zero.zero_stage(accelerator):
         mixed = _accelerate_precision(precision, accelerator.device.type == "cpu")
         zero.configure_engine(accelerator, batch_layout(accelerator, config), config.clip, mixed)
-    return accelerator.prepare(model, optimiser)
+    if not getattr(accelerator, "is_fsdp2", False):
+        return accelerator.prepare(model, optimiser)
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    run, optimiser = accelerator.prepare(model, optimiser)
+    scatter_values(run, values)
+    for group, prepared in zip(groups, optimiser.param_groups):
+        group.parameters = list(prepared["params"])
+    return run, optimiser
+
+
+def loads_values(accelerator: Any) -> bool:
+    """Return whether this process reads the student's values: with FSDP2 the first alone, and others build the student on
+    the meta device.
+    """
+    return accelerator.is_main_process or not getattr(accelerator, "is_fsdp2", False)
 
 
 def optimizer_step_class(accelerator: Any) -> type[OptimizerStep]:
