@@ -23,7 +23,7 @@ from surgery.core.errors import SurgeryError, WorkerError
 from surgery.training import cuda_graph
 from surgery.training.batches import BatchLayout
 from surgery.training.checkpoints import CheckpointManager
-from surgery.training.distributed import accelerator, launch
+from surgery.training.distributed import accelerator, launch, step
 from surgery.training.distributed.step import GradientReducer
 from surgery.training.finetune import finetune
 
@@ -254,11 +254,21 @@ def test_a_divided_teacher(alone, btt, texts, tmp_path):
     def run(rank):
         load, seen = models.load_teacher, []
         models.load_teacher = lambda *a, **k: seen.append(load(*a, **k)) or seen[0]
+        backward, micro_batches = step.OptimizerStep.backward, []
+
+        def divided_backward(self, loss):
+            backward(self, loss)
+            micro_batches.append([p.grad.placements[0].is_shard() for p in self.parameters.values()])
+
+        step.OptimizerStep.backward = divided_backward
         options = {"teacher": str(TINY_CHECKPOINT), "device": "cpu", "track": "none", "sharding": "fsdp2"}
         assert finetune(str(btt), told, out, **options)["spread"] == "FSDP2"
         (teacher,) = seen
         here = sum(p.to_local().numel() for p in teacher.parameters())
         assert here < 0.6 * sum(p.numel() for p in teacher.parameters())
+        assert len(micro_batches) > told.stages[0].steps and all(map(all, micro_batches)), (
+            "gradients are divided in each"
+        )
 
     assert run_processes(2, run) == [0, 0]
     assert_equal_losses(out, alone)

@@ -75,7 +75,7 @@ def make_accelerator(device: str | None, precision: str, track: str | None, fold
     unsupported settings.
     """
     from accelerate import Accelerator
-    from accelerate.utils import DistributedDataParallelKwargs
+    from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
     cpu = device == "cpu" or not torch.accelerator.is_available()
     tracking_options: dict[str, Any] = {"log_with": tracker_names(track) or None, "project_dir": str(folder)}
@@ -85,7 +85,12 @@ def make_accelerator(device: str | None, precision: str, track: str | None, fold
     zero.disable_zero3_init()
     # Gradients need no copy beside the buckets that are communicated.
     replicas = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    accelerator = Accelerator(cpu=cpu, mixed_precision=mixed, kwargs_handlers=[replicas], **tracking_options)
+    # FSDP2 would hold whole gradients between the micro-batches of a step, in the precision of matrix products.
+    accumulation = GradientAccumulationPlugin(num_steps=1, sync_each_batch=_is_fsdp_launch())
+    accelerator = Accelerator(
+        cpu=cpu, mixed_precision=mixed, kwargs_handlers=[replicas], gradient_accumulation_plugin=accumulation,
+        **tracking_options,
+    )  # fmt: skip
     if cpu and accelerator.num_processes > 1 and _is_fsdp_launch():
         _enable_fsdp_on_cpu(accelerator)
     if zero.is_deepspeed_launch():
