@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from surgery.architectures.experts import split_experts
 from surgery.architectures.linears import find_linears
@@ -14,9 +15,11 @@ from surgery.calibration.data import load_tokenizer
 from surgery.checkpoint.load_model import load_config, load_model
 from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.remote_code import check_code_trusted
+from surgery.checkpoint.safetensors_io import TensorInfo
 from surgery.checkpoint.source import CheckpointSource, open_checkpoint, open_converted_checkpoint
 from surgery.checkpoint.table import QUANT_METHOD, is_quantized, read_table
 from surgery.core.errors import SurgeryError
+from surgery.training.optim import parameter_infos
 from surgery.training.sharded_tensors import allocate_meta_tensors, scatter_values
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -172,6 +175,36 @@ def share_frozen_tensors(student: nn.Module, teacher: nn.Module, changing: set[s
             other.data = ours.data
             saved += ours.numel() * ours.element_size()
     return saved
+
+
+def hold_frozen_in_bfloat16(student: nn.Module, stored: Mapping[str, TensorInfo], changing: set[str]) -> int:
+    """Hold weights of linears and embeddings in bfloat16 that training leaves as they are and files have in bfloat16.
+
+    Return the bytes saved. Products under bfloat16 autocast are the same, bit for bit. An embedding still returns float32:
+    the residual stream follows it. stored: where the files have each parameter, by its name. changing: names of parameters
+    that training will change; they stay in float32, as do vectors, structured cores and mixers.
+    """
+    saved, embeddings = 0, dict[Tensor, nn.Module]()
+    for module in student.modules():
+        if type(module) is nn.Embedding:
+            embeddings[module.weight] = module
+    infos = parameter_infos(student)
+    for name, parameter in student.named_parameters():
+        module, info = embeddings.get(parameter), infos[name]
+        is_linear_weight = info.kind == "dense" and info.fans is not None
+        if name in changing or not (is_linear_weight or module is not None):
+            continue
+        if parameter.dtype != torch.float32 or name not in stored or stored[name].dtype != "BF16":
+            continue
+        parameter.data = parameter.data.to(torch.bfloat16)
+        if module is not None:
+            module.register_forward_hook(_to_float32)
+        saved += parameter.nbytes
+    return saved
+
+
+def _to_float32(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output.float()
 
 
 def linear_roles(source: CheckpointSource, model: Any) -> dict[str, tuple[str, ...]]:

@@ -26,6 +26,7 @@ from surgery.training.distributed.accelerator import (
     configure_sharding,
     loads_values,
     make_accelerator,
+    precision_name,
     prepare,
     sharding_name,
     unwrap_model,
@@ -40,6 +41,7 @@ from surgery.training.export import (
     round_to_stored_dtype,
     run_environment,
     stage_record,
+    stored_parameters,
     tensor_keys,
     write_result,
 )
@@ -182,15 +184,25 @@ class StageRunner:
                 self.teacher_name, student, self.tokenizer, recipe.teacher, self.accelerator.device, self.trust,
                 is_sharded=sharding_name(self.accelerator) == "FSDP2" and "model" not in wants,
             )  # fmt: skip
+        models = StageModels(student, student, teacher, cache)
+        self.changing = self._changed_parameters(models)
+        if saved := self._hold_frozen_in_bfloat16(student):
+            self.progress.say(f"frozen weights are held in bfloat16, which saves {size_text(saved)} of memory")
         if not self.is_sharded:
             student.to(self.accelerator.device)
-        models = StageModels(student, student, teacher, cache)
-        changing = self._changed_parameters(models)
         if teacher is not None and not self.is_sharded:
-            saved = model_loading.share_frozen_tensors(student, teacher, changing)
+            saved = model_loading.share_frozen_tensors(student, teacher, self.changing)
             if saved:
                 self.progress.say(f"teacher and student share {size_text(saved)} of frozen weights in memory")
         return models
+
+    def _hold_frozen_in_bfloat16(self, student: Any) -> int:
+        """Hold weights that no stage changes in the precision of the matrix products; return the bytes saved."""
+        has_own_precision = sharding_name(self.accelerator).startswith("ZeRO")
+        if has_own_precision or precision_name(self.accelerator, self.recipe.precision) != "bf16":
+            return 0
+        stored = stored_parameters(student, self.source)
+        return model_loading.hold_frozen_in_bfloat16(student, stored, self.changing)
 
     def _changed_parameters(self, models: StageModels) -> set[str]:
         """Return the names of parameters that any stage will change, after checking that all stages fit model and batch
@@ -249,6 +261,7 @@ class StageRunner:
         if self.is_sharded and number:
             # A model cannot be sharded twice: load it again and restore the weights from the checkpoint.
             models.student = models.run = self._load_student()
+            self._hold_frozen_in_bfloat16(models.student)
         torch.manual_seed(self.recipe.seed + 1000 * number)  # all processes must create identical new parameters
         if at.step == 0:
             self._restore_weights(models)
@@ -308,6 +321,9 @@ class StageRunner:
         """Let the stage add its new parameters; return the names of all parameters that it trains."""
         stage.prepare(models, self.roles)
         trained = stage.trained_parameters(models, self.roles)
+        for name in trained:  # PEFT gives an adapter the dtype of the weight below it
+            parameter = models.student.get_parameter(name)
+            parameter.data = parameter.data.float()
         return add_core_norms(models.student, trained) if stage.config.weight_norm == "cores" else trained
 
     def _measure_scales(self, models: StageModels, stage: Stage, data: Any) -> None:

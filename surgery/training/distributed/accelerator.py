@@ -220,4 +220,6 @@ def _enable_fsdp_on_cpu(accelerator: Any) -> None:
 
     for state in (PartialState(), accelerator.state):  # the second is sometimes copied from the first
         state.distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+    accelerator.state.fsdp_plugin = plugin = FullyShardedDataParallelPlugin()
+    if accelerator.mixed_precision != "no":
+        plugin.set_mixed_precision(accelerator.mixed_precision)
