@@ -263,7 +263,7 @@ class _LoopComparison:
         config = recipe.stages[0]
         groups = make_groups(model, {name for name, _ in model.named_parameters()}, config)
         run, optimiser = prepare(
-            self.accelerator, model, make_optimizer(groups, config.optimiser), config, recipe.precision
+            self.accelerator, model, make_optimizer(groups, config.optimiser), groups, config, recipe.precision
         )
         marks: list[float] = []
 

@@ -326,7 +326,7 @@ class _DistillRun:
             enable_gradient_checkpointing(student)
         groups = make_groups(student, {name for name, _ in student.named_parameters()}, config)
         run, optimiser = prepare(
-            self.accelerator, student, make_optimizer(groups, config.optimiser), config, recipe.precision
+            self.accelerator, student, make_optimizer(groups, config.optimiser), groups, config, recipe.precision
         )
         references: dict[str, str] = {}
         profiles: list[Any] = []

@@ -19,13 +19,19 @@ def load_config(source: CheckpointSource, trust_remote_code: bool = False) -> An
     return meta_model.load_config(source, trust_remote_code)
 
 
-def load_model(source: CheckpointSource, dtype: torch.dtype | str, trust_remote_code: bool = False) -> Any:
+def load_model(
+    source: CheckpointSource, dtype: torch.dtype | str, trust_remote_code: bool = False, *, on_meta: bool = False
+) -> Any:
     """Load the model of a checkpoint on the CPU, in evaluation mode.
 
     The class is the first one that `architectures` in config.json names and transformers has, otherwise the one that
-    the tensors fit, otherwise an Auto class. dtype: of the parameters; "auto" keeps the dtype of the checkpoint. Raises
-    SurgeryError if tensors are missing or unexpected, or if the checkpoint has remote code that is not trusted.
+    the tensors fit, otherwise an Auto class. dtype: of the parameters; "auto" keeps the dtype of the checkpoint. on_meta:
+    leave parameters and buffers on the meta device; names and shapes are checked all the same. Raises SurgeryError if
+    tensors are missing or unexpected, or if the checkpoint has remote code that is not trusted.
     """
     config = load_config(source, trust_remote_code)
     cls = class_of_tensors(config, source) or model_class(config, trust_remote_code)
-    return load_checked_model(cls, source.folder, source.name, dtype=dtype, trust_remote_code=trust_remote_code)
+    options = {"device_map": "meta"} if on_meta else {}
+    model = load_checked_model(cls, source.folder, source.name, trust_remote_code, dtype=dtype, **options)
+    model.__dict__.pop("hf_device_map", None)  # accelerate would not train such a model
+    return model

@@ -194,14 +194,15 @@ class CheckpointManager:
         return TrainPosition(**{name: record[name] for name in TrainPosition.__dataclass_fields__})
 
     def restore_weights(self, folder: Path, parameters: dict[str, Tensor]) -> set[str]:
-        """Copy the stored weights into `parameters`; return their names."""
+        """Copy the stored weights into `parameters`, except into those on the meta device; return their names."""
         stored = self.weights(folder)
         for name, info in stored.items():
             if name not in parameters or tuple(parameters[name].shape) != info.shape:
                 raise SurgeryError(
                     f"checkpoint {folder} holds {name!r} {list(info.shape)}, but this model has no such parameter."
                 )
-            copy_full_(parameters[name], read_tensor(info))
+            if not parameters[name].is_meta:
+                copy_full_(parameters[name], read_tensor(info))
         return set(stored)
 
     def weights(self, folder: Path) -> dict[str, TensorInfo]:

@@ -110,6 +110,12 @@ def run_environment(recipe: HealingRecipe, accelerator: Any) -> dict[str, Any]:
 ADAPTER = "adapter"  # folder of a LoRA adapter that could not be merged
 
 
+def stored_parameters(student: Any, source: CheckpointSource) -> dict[str, TensorInfo]:
+    """Return parameter -> where the source files have it, without parameters that they lack under a name of their own."""
+    keys = _parameter_keys(student, source)
+    return {name: source.tensors[key] for name, key in keys.items() if key in source.tensors}
+
+
 def tensor_keys(student: Any, source: CheckpointSource, trained: set[str]) -> dict[str, str]:
     """Return parameter -> name of its tensor in the source files; tied parameters share one."""
     keys = _parameter_keys(student, source)

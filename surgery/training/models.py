@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from surgery.architectures.experts import split_experts
 from surgery.architectures.linears import find_linears
@@ -14,9 +15,12 @@ from surgery.calibration.data import load_tokenizer
 from surgery.checkpoint.load_model import load_config, load_model
 from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.remote_code import check_code_trusted
+from surgery.checkpoint.safetensors_io import TensorInfo
 from surgery.checkpoint.source import CheckpointSource, open_checkpoint, open_converted_checkpoint
 from surgery.checkpoint.table import QUANT_METHOD, is_quantized, read_table
 from surgery.core.errors import SurgeryError
+from surgery.training.optim import parameter_infos
+from surgery.training.sharded_tensors import allocate_meta_tensors, scatter_values
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -46,8 +50,13 @@ def open_trainable(name: str, trust_remote_code: bool = False) -> CheckpointSour
     return source
 
 
-def load_causal_lm(source: CheckpointSource, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
-    """Load a causal language model on the CPU. Raises SurgeryError if the model has no language-model head."""
+def load_causal_lm(
+    source: CheckpointSource, dtype: torch.dtype, trust_remote_code: bool = False, *, on_meta: bool = False
+) -> Any:
+    """Load a causal language model on the CPU, or without values on the meta device.
+
+    Raises SurgeryError if the model has no language-model head.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.modeling_utils import PreTrainedModel
 
@@ -57,7 +66,7 @@ def load_causal_lm(source: CheckpointSource, dtype: torch.dtype, trust_remote_co
             f"{source.name} is a {config.model_type} model, which predicts no next token. Healing needs a causal "
             "language model."
         )
-    model = load_model(source, dtype, trust_remote_code)
+    model = load_model(source, dtype, trust_remote_code, on_meta=on_meta)
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise SurgeryError(
             f"{source.name}: {type(model).__name__} has no language-model head. Healing needs a causal language model."
@@ -65,13 +74,13 @@ def load_causal_lm(source: CheckpointSource, dtype: torch.dtype, trust_remote_co
     return model
 
 
-def load_student(source: CheckpointSource, trust_remote_code: bool = False) -> Any:
+def load_student(source: CheckpointSource, trust_remote_code: bool = False, *, on_meta: bool = False) -> Any:
     """Load the student, frozen, in float32: bfloat16 would round away updates of relative size 1e-5.
 
     Experts become linears, which have the names of the tensors in the files, so that trained values can be written
-    back.
+    back. on_meta: as for `load_causal_lm`.
     """
-    student = load_causal_lm(source, torch.float32, trust_remote_code)
+    student = load_causal_lm(source, torch.float32, trust_remote_code, on_meta=on_meta)
     split_experts(student)
     return student.requires_grad_(False)
 
@@ -84,15 +93,16 @@ def load_teacher(
 
     tokenizer: the student's. settings: TeacherConfig of the recipe; where it names no dtype, float32 on the CPU and
     bfloat16 elsewhere. device: used where the settings name none. is_sharded: divide its weights over the processes,
-    each of which must call. Raises SurgeryError if teacher and student differ in
-    tokenizer or vocabulary size, or if the device is not usable.
+    each of which must call; the first alone reads them. Raises SurgeryError if teacher and student differ in tokenizer or
+    vocabulary size, or if the device is not usable.
     """
     source = open_checkpoint(name, trust_remote_code)
     check_same_tokenizer(tokenizer, source, trust_remote_code)
     target_device = torch.device(settings.device) if settings.device else device
     auto = torch.float32 if target_device.type == "cpu" else torch.bfloat16
     is_divided = is_sharded and target_device.type == device.type
-    teacher = load_causal_lm(source, DTYPES.get(settings.dtype, auto), trust_remote_code)
+    on_meta = is_divided and torch.distributed.get_rank() > 0
+    teacher = load_causal_lm(source, DTYPES.get(settings.dtype, auto), trust_remote_code, on_meta=on_meta)
     ours, theirs = (m.config.get_text_config().vocab_size for m in (student, teacher))
     if ours != theirs:
         raise SurgeryError(
@@ -108,17 +118,21 @@ def load_teacher(
 
 def shard_frozen(model: Any, device: torch.device) -> Any:
     """Divide the weights of a model without gradients over all processes (FSDP2); those of a layer are gathered while it
-    runs. Buffers stay whole.
+    runs. Buffers stay whole. All values are those of the first process; the model of another one may be on meta.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    allocate_meta_tensors(model)
+    values = {name: p.detach() for name, p in model.named_parameters()}
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     layers = set(getattr(model, "_no_split_modules", None) or ())
     for module in [m for m in model.modules() if type(m).__name__ in layers]:
         fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    return model.to(device)
+    model.to(device)
+    scatter_values(model, values)
+    return model
 
 
 def check_same_tokenizer(tokenizer: Any, teacher: CheckpointSource, trust_remote_code: bool = False) -> None:
@@ -161,6 +175,36 @@ def share_frozen_tensors(student: nn.Module, teacher: nn.Module, changing: set[s
             other.data = ours.data
             saved += ours.numel() * ours.element_size()
     return saved
+
+
+def hold_frozen_in_bfloat16(student: nn.Module, stored: Mapping[str, TensorInfo], changing: set[str]) -> int:
+    """Hold weights of linears and embeddings in bfloat16 that training leaves as they are and files have in bfloat16.
+
+    Return the bytes saved. Products under bfloat16 autocast are the same, bit for bit. An embedding still returns float32:
+    the residual stream follows it. stored: where the files have each parameter, by its name. changing: names of parameters
+    that training will change; they stay in float32, as do vectors, structured cores and mixers.
+    """
+    saved, embeddings = 0, dict[Tensor, nn.Module]()
+    for module in student.modules():
+        if type(module) is nn.Embedding:
+            embeddings[module.weight] = module
+    infos = parameter_infos(student)
+    for name, parameter in student.named_parameters():
+        module, info = embeddings.get(parameter), infos[name]
+        is_linear_weight = info.kind == "dense" and info.fans is not None
+        if name in changing or not (is_linear_weight or module is not None):
+            continue
+        if parameter.dtype != torch.float32 or name not in stored or stored[name].dtype != "BF16":
+            continue
+        parameter.data = parameter.data.to(torch.bfloat16)
+        if module is not None:
+            module.register_forward_hook(_to_float32)
+        saved += parameter.nbytes
+    return saved
+
+
+def _to_float32(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output.float()
 
 
 def linear_roles(source: CheckpointSource, model: Any) -> dict[str, tuple[str, ...]]:

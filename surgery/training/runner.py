@@ -24,7 +24,9 @@ from surgery.training.data.shared_tokens import SharedTokens
 from surgery.training.distributed.accelerator import (
     batch_layout,
     configure_sharding,
+    loads_values,
     make_accelerator,
+    precision_name,
     prepare,
     sharding_name,
     unwrap_model,
@@ -39,6 +41,7 @@ from surgery.training.export import (
     round_to_stored_dtype,
     run_environment,
     stage_record,
+    stored_parameters,
     tensor_keys,
     write_result,
 )
@@ -54,7 +57,7 @@ from surgery.training.logging import (
 from surgery.training.loop import LoopContext, TrainingLoop
 from surgery.training.optim import check_parameter_kinds, make_groups, make_optimizer
 from surgery.training.recipe import HealingRecipe, stage_data_config
-from surgery.training.sharded_tensors import copy_full_, reshard_modules
+from surgery.training.sharded_tensors import allocate_meta_tensors, copy_full_, reshard_modules
 from surgery.training.stages import STAGES, Stage, StageModels
 from surgery.training.stages.base import READOUT
 from surgery.training.stages.lora import LoraStage
@@ -126,7 +129,7 @@ class StageRunner:
         self.best = BestCheckpoint(self.work / BEST, self.accelerator.process_index, self.accelerator.wait_for_everyone)
         self.log = TrainingLog(self.work, self.accelerator)
         self.progress.say(f"loading {self.source.name}")
-        student = model_loading.load_student(self.source, self.trust)
+        student = self._load_student()
         self.roles = model_loading.linear_roles(self.source, student)
         at = self._restore_position()
         start_trackers(self.accelerator, self.recipe, self.out, at)
@@ -160,6 +163,10 @@ class StageRunner:
         self.accelerator.wait_for_everyone()
         return at
 
+    def _load_student(self) -> Any:
+        """Load the student; on the meta device where the first process scatters its values."""
+        return model_loading.load_student(self.source, self.trust, on_meta=not loads_values(self.accelerator))
+
     def _load_models(self, student: Any) -> StageModels:
         recipe, wants = self.recipe, {STAGES[stage](stage).needs_teacher for stage in self.recipe.stages}
         for stage in recipe.stages:
@@ -177,15 +184,25 @@ class StageRunner:
                 self.teacher_name, student, self.tokenizer, recipe.teacher, self.accelerator.device, self.trust,
                 is_sharded=sharding_name(self.accelerator) == "FSDP2" and "model" not in wants,
             )  # fmt: skip
+        models = StageModels(student, student, teacher, cache)
+        self.changing = self._changed_parameters(models)
+        if saved := self._hold_frozen_in_bfloat16(student):
+            self.progress.say(f"frozen weights are held in bfloat16, which saves {size_text(saved)} of memory")
         if not self.is_sharded:
             student.to(self.accelerator.device)
-        models = StageModels(student, student, teacher, cache)
-        changing = self._changed_parameters(models)
         if teacher is not None and not self.is_sharded:
-            saved = model_loading.share_frozen_tensors(student, teacher, changing)
+            saved = model_loading.share_frozen_tensors(student, teacher, self.changing)
             if saved:
                 self.progress.say(f"teacher and student share {size_text(saved)} of frozen weights in memory")
         return models
+
+    def _hold_frozen_in_bfloat16(self, student: Any) -> int:
+        """Hold weights that no stage changes in the precision of the matrix products; return the bytes saved."""
+        has_own_precision = sharding_name(self.accelerator).startswith("ZeRO")
+        if has_own_precision or precision_name(self.accelerator, self.recipe.precision) != "bf16":
+            return 0
+        stored = stored_parameters(student, self.source)
+        return model_loading.hold_frozen_in_bfloat16(student, stored, self.changing)
 
     def _changed_parameters(self, models: StageModels) -> set[str]:
         """Return the names of parameters that any stage will change, after checking that all stages fit model and batch
@@ -243,17 +260,18 @@ class StageRunner:
         stage: Stage = STAGES[config](config)
         if self.is_sharded and number:
             # A model cannot be sharded twice: load it again and restore the weights from the checkpoint.
-            models.student = models.run = model_loading.load_student(self.source, self.trust)
+            models.student = models.run = self._load_student()
+            self._hold_frozen_in_bfloat16(models.student)
         torch.manual_seed(self.recipe.seed + 1000 * number)  # all processes must create identical new parameters
         if at.step == 0:
             self._restore_weights(models)
         trained = self._prepare_stage(models, stage)
         if at.step:
             self._restore_weights(models)
-        parameters = dict(models.student.named_parameters())
+        allocate_meta_tensors(models.student)
         models.student.requires_grad_(False)
-        for name in trained:
-            parameters[name].requires_grad_(True)
+        for name in trained:  # whoever holds a parameter that FSDP2 replaces by its shards holds it whole on the device
+            models.student.get_parameter(name).requires_grad_(True)
         groups = make_groups(models.student, trained, config)
         optimiser = make_optimizer(groups, config.optimiser)
         if self.main:
@@ -262,6 +280,7 @@ class StageRunner:
             self.accelerator,
             models.student,
             optimiser,
+            groups,
             config,
             self.recipe.precision,
             captured=self.recipe.cuda_graph,
@@ -302,6 +321,9 @@ class StageRunner:
         """Let the stage add its new parameters; return the names of all parameters that it trains."""
         stage.prepare(models, self.roles)
         trained = stage.trained_parameters(models, self.roles)
+        for name in trained:  # PEFT gives an adapter the dtype of the weight below it
+            parameter = models.student.get_parameter(name)
+            parameter.data = parameter.data.float()
         return add_core_norms(models.student, trained) if stage.config.weight_norm == "cores" else trained
 
     def _measure_scales(self, models: StageModels, stage: Stage, data: Any) -> None:
@@ -372,7 +394,7 @@ class StageRunner:
         Values are rounded to the stored dtype. The student is loaded again and restored exactly as when a killed run
         resumes.
         """
-        student = model_loading.load_student(self.source, self.trust)
+        student = self._load_student()
         adapter = False
         if self.main:
             shutil.rmtree(self.work / ADAPTER, ignore_errors=True)  # it belongs to the state after the last step
@@ -381,7 +403,8 @@ class StageRunner:
         parameters = {n: p for n, p in student.named_parameters() if n in self.trained}
         round_to_stored_dtype(parameters, tensor_keys(student, self.source, self.trained), self.source)
         for name, p in train_state.parameters.items():
-            copy_full_(p, parameters[name].detach().to(p.device))
+            values = parameters[name].detach()
+            copy_full_(p, torch.empty_like(values, device=p.device) if values.is_meta else values.to(p.device))
         if saved is None:
             return self.baseline_losses["before"]
         loss = self.best.loss(saved) if adapter else self.validation.student_loss(models)

@@ -26,7 +26,8 @@ def full_tensor(tensor: MaybeSharded) -> Tensor:
 
 @torch.no_grad()
 def copy_full_(tensor: Tensor, values: Tensor) -> None:
-    """Copy an unsharded tensor into a possibly sharded one, in place."""
+    """Copy an unsharded tensor into a possibly sharded one, in place. An FSDP2 shard is cut from the values of the first
+    process."""
     if hasattr(tensor, "ds_tensor"):
         local_shard(tensor).copy_(_zero3_shard(tensor, values))
         return
@@ -37,6 +38,42 @@ def copy_full_(tensor: Tensor, values: Tensor) -> None:
 
     sharded: Any = tensor
     tensor.copy_(distribute_tensor(values.to(tensor.device), sharded.device_mesh, sharded.placements))
+
+
+def allocate_meta_tensors(model: torch.nn.Module) -> None:
+    """Replace parameters and buffers on the meta device by ones on the CPU whose values are undefined.
+
+    The operating system gives them no memory until a value is written. Tied parameters stay tied.
+    """
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if tensor not in made:
+                    empty = torch.empty_like(tensor, device="cpu")
+                    is_parameter = isinstance(tensor, torch.nn.Parameter)
+                    made[tensor] = torch.nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                tensors[name] = made[tensor]
+
+
+@torch.no_grad()
+def scatter_values(model: torch.nn.Module, values: dict[str, Tensor]) -> None:
+    """Give every process its shards of the first process's parameters, and copies of its buffers.
+
+    values: the parameters before they were sharded, by name. Only shape and dtype are read in the other processes.
+    """
+    is_first = torch.distributed.get_rank() == 0
+    for name, parameter in model.named_parameters():
+        full = values[name]
+        if not is_first:
+            full = torch.empty(full.shape, dtype=full.dtype, device=parameter.device)
+        copy_full_(parameter, full)
+    for buffer in model.buffers():
+        whole = buffer.contiguous()
+        torch.distributed.broadcast(whole, 0)
+        buffer.copy_(whole)
 
 
 def local_shard(tensor: Tensor) -> Tensor:

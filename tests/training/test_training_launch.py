@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,13 +17,13 @@ import pytest
 import torch
 import yaml
 from helpers.forked import run_processes
-from helpers.small_training import TINY_CHECKPOINT, healing_recipe, read_losses
+from helpers.small_training import TINY_CHECKPOINT, healing_recipe, read_losses, tensors
 
 from surgery.core.errors import SurgeryError, WorkerError
 from surgery.training import cuda_graph
 from surgery.training.batches import BatchLayout
 from surgery.training.checkpoints import CheckpointManager
-from surgery.training.distributed import accelerator, launch
+from surgery.training.distributed import accelerator, launch, step
 from surgery.training.distributed.step import GradientReducer
 from surgery.training.finetune import finetune
 
@@ -252,11 +254,66 @@ def test_a_divided_teacher(alone, btt, texts, tmp_path):
     def run(rank):
         load, seen = models.load_teacher, []
         models.load_teacher = lambda *a, **k: seen.append(load(*a, **k)) or seen[0]
+        backward, micro_batches = step.OptimizerStep.backward, []
+
+        def divided_backward(self, loss):
+            backward(self, loss)
+            micro_batches.append([p.grad.placements[0].is_shard() for p in self.parameters.values()])
+
+        step.OptimizerStep.backward = divided_backward
         options = {"teacher": str(TINY_CHECKPOINT), "device": "cpu", "track": "none", "sharding": "fsdp2"}
         assert finetune(str(btt), told, out, **options)["spread"] == "FSDP2"
         (teacher,) = seen
         here = sum(p.to_local().numel() for p in teacher.parameters())
         assert here < 0.6 * sum(p.numel() for p in teacher.parameters())
+        assert len(micro_batches) > told.stages[0].steps and all(map(all, micro_batches)), (
+            "gradients are divided in each"
+        )
 
     assert run_processes(2, run) == [0, 0]
     assert_equal_losses(out, alone)
+
+
+@pytest.mark.parametrize("deliver", ["last", "best"])
+def test_the_first_process_alone_reads_the_weights(btt, texts, tmp_path, deliver):
+    """The others build student and teacher on meta and get their shards of each stage, new parameters included. Nothing
+    holds a whole parameter while a stage trains."""
+    from surgery.training import models, runner
+
+    averaged = {**STAGE, "tokens": 512, "ema": 0.5}
+    lora = {**STAGE, "tokens": 512, "kind": "lora", "loss": "distill", "targets": ["mlp"], "rank": 2, "trains": ["new"]}
+    told = healing_recipe(texts, averaged, lora, evaluate=1, deliver=deliver)
+    places = [tmp_path / "one", tmp_path / "two"]
+    options = {"teacher": str(TINY_CHECKPOINT), "device": "cpu", "track": "none"}
+
+    def run(rank):
+        loaded, whole, alive = [], [], []
+        load, group, train = models.load_causal_lm, runner.make_groups, runner.TrainingLoop.run
+
+        def load_causal_lm(*args, **keys):
+            model = load(*args, **keys)
+            loaded.append({p.device.type for p in model.parameters()})
+            return model
+
+        def make_groups(*args):
+            groups = group(*args)
+            whole[:] = [weakref.ref(p) for g in groups for p in g.parameters]
+            return groups
+
+        def train_stage(loop):
+            gc.collect()
+            alive.extend(p() is not None for p in whole)
+            return train(loop)
+
+        models.load_causal_lm, runner.make_groups, runner.TrainingLoop.run = load_causal_lm, make_groups, train_stage
+        finetune(str(btt), told, places[1], sharding="fsdp2", **options)
+        assert len(loaded) >= 3 and loaded == [{"cpu" if rank == 0 else "meta"}] * len(loaded)
+        assert alive and not any(alive)
+
+    assert run_processes(1, lambda _: finetune(str(btt), told, places[0], **options)) == [0]
+    assert run_processes(2, run) == [0, 0]
+    assert_equal_losses(places[1], places[0])
+    ours, theirs = (tensors(place) for place in places)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-2, atol=1e-4)

@@ -158,7 +158,7 @@ def test_nothing_of_the_engine_stays(tmp_path, stage):
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         optimiser = torch.optim.AdamW(model.parameters(), fused=True)
         config = SimpleNamespace(batch=2, rows=2, clip=1.0)
-        engine, _ = prepare(accelerator, model, optimiser, config, "float32")
+        engine, _ = prepare(accelerator, model, optimiser, [], config, "float32")
         engine.set_gradient_accumulation_boundary(True)
         engine.backward(engine(torch.ones(2, 8)).sum(), scale_wrt_gas=False)
         engine.step()

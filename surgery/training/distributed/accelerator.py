@@ -14,6 +14,8 @@ from surgery.training.distributed import deepspeed as zero
 from surgery.training.distributed.launch import is_worker
 from surgery.training.distributed.step import OptimizerStep, is_bare_replica
 from surgery.training.logging import tracker_names
+from surgery.training.optim import ParameterGroup
+from surgery.training.sharded_tensors import scatter_values
 
 SHARDINGS = ("auto", "ddp", "fsdp2")
 REPLICATED_PARAMETERS = 1.5e9  # Llama 3.2 1B has 1.24e9; above, `auto` shards
@@ -73,7 +75,7 @@ def make_accelerator(device: str | None, precision: str, track: str | None, fold
     unsupported settings.
     """
     from accelerate import Accelerator
-    from accelerate.utils import DistributedDataParallelKwargs
+    from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
     cpu = device == "cpu" or not torch.accelerator.is_available()
     tracking_options: dict[str, Any] = {"log_with": tracker_names(track) or None, "project_dir": str(folder)}
@@ -83,7 +85,12 @@ def make_accelerator(device: str | None, precision: str, track: str | None, fold
     zero.disable_zero3_init()
     # Gradients need no copy beside the buckets that are communicated.
     replicas = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    accelerator = Accelerator(cpu=cpu, mixed_precision=mixed, kwargs_handlers=[replicas], **tracking_options)
+    # FSDP2 would hold whole gradients between the micro-batches of a step, in the precision of matrix products.
+    accumulation = GradientAccumulationPlugin(num_steps=1, sync_each_batch=_is_fsdp_launch())
+    accelerator = Accelerator(
+        cpu=cpu, mixed_precision=mixed, kwargs_handlers=[replicas], gradient_accumulation_plugin=accumulation,
+        **tracking_options,
+    )  # fmt: skip
     if cpu and accelerator.num_processes > 1 and _is_fsdp_launch():
         _enable_fsdp_on_cpu(accelerator)
     if zero.is_deepspeed_launch():
@@ -98,12 +105,14 @@ def batch_layout(accelerator: Any, config: Any) -> BatchLayout:
 
 
 def prepare(
-    accelerator: Any, model: Any, optimiser: Any, config: Any, precision: str, *, captured: bool = False
-) -> tuple[Any, Any]:
-    """Return (wrapped model, wrapped optimizer) for a stage. config: the stage's; precision: of the recipe.
+    accelerator: Any, model: Any, optimiser: Any, groups: list[ParameterGroup], config: Any, precision: str,
+    *, captured: bool = False,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Return (wrapped model, wrapped optimizer) for a stage. groups: of the optimizer; config: the stage's; precision: of
+    the recipe.
 
     captured: whether a CUDA graph may hold the forward and backward pass. Replicas then stay unwrapped, and OptimizerStep
-    sums their gradients.
+    sums their gradients. With FSDP2 all values are those of the first process, and the groups hold the shards afterwards.
     """
     if captured and is_bare_replica(accelerator, model):
         for parameter in (p for p in model.parameters() if p.requires_grad):
@@ -113,7 +122,21 @@ def prepare(
     if zero.zero_stage(accelerator):
         mixed = _accelerate_precision(precision, accelerator.device.type == "cpu")
         zero.configure_engine(accelerator, batch_layout(accelerator, config), config.clip, mixed)
-    return accelerator.prepare(model, optimiser)
+    if not getattr(accelerator, "is_fsdp2", False):
+        return accelerator.prepare(model, optimiser)
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    run, optimiser = accelerator.prepare(model, optimiser)
+    scatter_values(run, values)
+    for group, prepared in zip(groups, optimiser.param_groups):
+        group.parameters = list(prepared["params"])
+    return run, optimiser
+
+
+def loads_values(accelerator: Any) -> bool:
+    """Return whether this process reads the student's values: with FSDP2 the first alone, and others build the student on
+    the meta device.
+    """
+    return accelerator.is_main_process or not getattr(accelerator, "is_fsdp2", False)
 
 
 def optimizer_step_class(accelerator: Any) -> type[OptimizerStep]:
@@ -197,4 +220,6 @@ def _enable_fsdp_on_cpu(accelerator: Any) -> None:
 
     for state in (PartialState(), accelerator.state):  # the second is sometimes copied from the first
         state.distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+    accelerator.state.fsdp_plugin = plugin = FullyShardedDataParallelPlugin()
+    if accelerator.mixed_precision != "no":
+        plugin.set_mixed_precision(accelerator.mixed_precision)

@@ -138,7 +138,10 @@ class OptimizerStep:
         self.accelerator.step = 0
 
     def forward(self, last: bool) -> AbstractContextManager[Any]:
-        """Return the context of one micro-batch. last: whether it is the last one of the step."""
+        """Return the context of one micro-batch. last: whether it is the last one of the step.
+
+        Replicas communicate their gradients in the last one; FSDP2 divides and adds those of each one.
+        """
         return self.accelerator.accumulate(self.run)
 
     def backward(self, loss: Tensor) -> None:
