@@ -185,9 +185,9 @@ def hold_frozen_in_bfloat16(student: nn.Module, stored: Mapping[str, TensorInfo]
     that training will change; they stay in float32, as do vectors, structured cores and mixers.
     """
     saved, embeddings = 0, dict[Tensor, nn.Module]()
-    for module in student.modules():
-        if type(module) is nn.Embedding:
-            embeddings[module.weight] = module
+    for embedding in student.modules():
+        if type(embedding) is nn.Embedding:
+            embeddings[embedding.weight] = embedding
     infos = parameter_infos(student)
     for name, parameter in student.named_parameters():
         module, info = embeddings.get(parameter), infos[name]
