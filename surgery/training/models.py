@@ -184,10 +184,8 @@ def hold_frozen_in_bfloat16(student: nn.Module, stored: Mapping[str, TensorInfo]
     the residual stream follows it. stored: where the files have each parameter, by its name. changing: names of parameters
     that training will change; they stay in float32, as do vectors, structured cores and mixers.
     """
-    saved, embeddings = 0, dict[Tensor, nn.Module]()
-    for module in student.modules():
-        if type(module) is nn.Embedding:
-            embeddings[module.weight] = module
+    saved = 0
+    embeddings = {module.weight: module for module in student.modules() if type(module) is nn.Embedding}
     infos = parameter_infos(student)
     for name, parameter in student.named_parameters():
         module, info = embeddings.get(parameter), infos[name]

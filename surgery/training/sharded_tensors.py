@@ -47,7 +47,8 @@ def allocate_meta_tensors(model: torch.nn.Module) -> None:
     """
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        places: tuple[Any, Any] = (module._parameters, module._buffers)
+        for tensors in places:
             for name, tensor in tensors.items():
                 if tensor is None or not tensor.is_meta:
                     continue
