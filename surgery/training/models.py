@@ -184,8 +184,10 @@ def hold_frozen_in_bfloat16(student: nn.Module, stored: Mapping[str, TensorInfo]
     float32: the residual stream follows it. stored: where the files have each parameter, by its name. changing: names
     of parameters that training will change; they stay in float32, as do vectors, structured cores and mixers.
     """
-    saved = 0
-    embeddings = {module.weight: module for module in student.modules() if type(module) is nn.Embedding}
+    saved, embeddings = 0, dict[Tensor, nn.Module]()
+    for embedding in student.modules():
+        if type(embedding) is nn.Embedding:
+            embeddings[embedding.weight] = embedding
     infos = parameter_infos(student)
     for name, parameter in student.named_parameters():
         module, info = embeddings.get(parameter), infos[name]

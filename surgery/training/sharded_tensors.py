@@ -49,8 +49,8 @@ def allocate_meta_tensors(model: torch.nn.Module) -> None:
     """
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
-        places: tuple[Any, Any] = (module._parameters, module._buffers)
-        for tensors in places:
+        tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+        for tensors in tables:
             for name, tensor in tensors.items():
                 if tensor is None or not tensor.is_meta:
                     continue
