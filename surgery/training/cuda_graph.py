@@ -156,15 +156,27 @@ class CapturedMicroBatch:
         self.parts = {name: loss_part.detach() for name, loss_part in parts.items()}
 
     def _accumulate(self) -> None:
-        """Add the graph's gradients to those of the step's earlier micro-batches."""
+        """Add the graph's gradients to those of the step's earlier micro-batches, in few launches."""
         accumulates = self.optimizer_step.layout.accumulation_steps > 1
-        for name, parameter in self.optimizer_step.parameters.items():
-            if (gradient := self.gradients.get(name)) is None:
-                continue
-            if parameter.grad is None:
-                parameter.grad = gradient.clone() if accumulates else gradient
+        sums: list[Tensor] = []
+        added: list[Tensor] = []
+        copies: list[Tensor] = []
+        copied: list[Tensor] = []
+        for name, gradient in self.gradients.items():
+            parameter = self.optimizer_step.parameters[name]
+            if parameter.grad is not None:
+                sums.append(parameter.grad)
+                added.append(gradient)
+            elif accumulates:
+                parameter.grad = torch.empty_like(gradient)
+                copies.append(parameter.grad)
+                copied.append(gradient)
             else:
-                parameter.grad.add_(gradient)
+                parameter.grad = gradient
+        if sums:
+            torch._foreach_add_(sums, added)
+        if copies:
+            torch._foreach_copy_(copies, copied)
 
 
 def restore_generator(device: torch.device, random_state: Tensor) -> None:

@@ -60,9 +60,10 @@ class LoopContext:
 
     report: called with every log entry. validate: returns the validation loss in nats per token, or None without
     validation text. skip_bad_steps: skip steps with NaN or infinite gradients. evaluate: steps between two evaluations
-    on validation text, 0 for none. after_evaluation: called with validation loss, position and training state. earlier:
-    parameters that earlier stages trained, by name; they are saved too. steps_before: steps of earlier stages. began:
-    time.perf_counter() at the start of the run, from which the time until full speed is counted.
+    on validation text, 0 for none. limit_validation: called with the number of tokens of a step's forward pass.
+    after_evaluation: called with validation loss, position and training state. earlier: parameters that earlier stages
+    trained, by name; they are saved too. steps_before: steps of earlier stages. began: time.perf_counter() at the start of
+    the run, from which the time until full speed is counted.
     """
 
     accelerator: Any
@@ -74,6 +75,7 @@ class LoopContext:
     validate: Callable[[StageModels], float | None]
     skip_bad_steps: bool = False
     evaluate: int = 0
+    limit_validation: Callable[[int], None] = lambda tokens: None
     after_evaluation: Callable[[float | None, TrainPosition, TrainState], None] = lambda *args: None
     earlier: dict[str, Tensor] = field(default_factory=dict)
     steps_before: int = 0
@@ -300,6 +302,7 @@ class TrainingLoop:
         if choice.rows != self.optimizer_step.layout.rows:
             self.optimizer_step.set_rows(choice.rows)
         self.stage.config = self.config = self.config.model_copy(update={"memory": choice.memory})
+        self.context.limit_validation(choice.rows * self.config.length)
 
     def _use_less_memory(self, why: str) -> None:
         """Drop what the step in progress made, and choose what needs less memory for it and all later ones.
@@ -531,7 +534,7 @@ class TrainingLoop:
             self._release_graph()
             loss = self.context.validate(self.models)
         if self.captured is not None and self.accelerator.device.type == "cuda":
-            torch.cuda.empty_cache()  # steps run in the graph's memory, and would not use this
+            torch.cuda.empty_cache()  # a replayed step uses the graph's memory alone, so this would lie idle beside it
         self.models.run.train()
         if loss is None:
             return

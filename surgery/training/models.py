@@ -93,8 +93,8 @@ def load_teacher(
 
     tokenizer: the student's. settings: TeacherConfig of the recipe; where it names no dtype, float32 on the CPU and
     bfloat16 elsewhere. device: used where the settings name none. is_sharded: divide its weights over the processes,
-    each of which must call; the first alone reads them. Raises SurgeryError if teacher and student differ in tokenizer or
-    vocabulary size, or if the device is not usable.
+    each of which must call; the first alone reads them. Raises SurgeryError if teacher and student differ in tokenizer
+    or vocabulary size, or if the device is not usable.
     """
     source = open_checkpoint(name, trust_remote_code)
     check_same_tokenizer(tokenizer, source, trust_remote_code)
@@ -180,9 +180,9 @@ def share_frozen_tensors(student: nn.Module, teacher: nn.Module, changing: set[s
 def hold_frozen_in_bfloat16(student: nn.Module, stored: Mapping[str, TensorInfo], changing: set[str]) -> int:
     """Hold weights of linears and embeddings in bfloat16 that training leaves as they are and files have in bfloat16.
 
-    Return the bytes saved. Products under bfloat16 autocast are the same, bit for bit. An embedding still returns float32:
-    the residual stream follows it. stored: where the files have each parameter, by its name. changing: names of parameters
-    that training will change; they stay in float32, as do vectors, structured cores and mixers.
+    Return the bytes saved. Products under bfloat16 autocast are the same, bit for bit. An embedding still returns
+    float32: the residual stream follows it. stored: where the files have each parameter, by its name. changing: names
+    of parameters that training will change; they stay in float32, as do vectors, structured cores and mixers.
     """
     saved, embeddings = 0, dict[Tensor, nn.Module]()
     for embedding in student.modules():

@@ -300,6 +300,7 @@ class StageRunner:
         context = LoopContext(
             accelerator=self.accelerator, recipe=self.recipe, data=data, log=self.log, checkpoints=self.checkpoints,
             report=self.reporter, validate=self.validation.student_loss, skip_bad_steps=self.skip,
+            limit_validation=self.validation.limit_tokens,
             evaluate=self.recipe.evaluates, after_evaluation=self._save_if_best, earlier=earlier,
             steps_before=sum(s.steps for s in self.recipe.stages[:number]), began=self.began,
         )  # fmt: skip

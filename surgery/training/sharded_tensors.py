@@ -26,8 +26,10 @@ def full_tensor(tensor: MaybeSharded) -> Tensor:
 
 @torch.no_grad()
 def copy_full_(tensor: Tensor, values: Tensor) -> None:
-    """Copy an unsharded tensor into a possibly sharded one, in place. An FSDP2 shard is cut from the values of the first
-    process."""
+    """Copy an unsharded tensor into a possibly sharded one, in place.
+
+    FSDP2's shards are cut from the values of the first process.
+    """
     if hasattr(tensor, "ds_tensor"):
         local_shard(tensor).copy_(_zero3_shard(tensor, values))
         return

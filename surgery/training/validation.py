@@ -16,10 +16,20 @@ MIN_TOKENS = 1000  # of validation text; losses of fewer are decided by chance
 
 
 class Validation:
-    """Mean cross-entropy over fixed examples, in nats per token, distributed over the processes."""
+    """Mean cross-entropy over fixed examples, in nats per token, distributed over the processes.
+
+    rows: per forward pass, at most. A pass runs without the CUDA graph of training and cannot use the graph's memory, so
+    it should hold no more tokens than a step's.
+    """
 
     def __init__(self, examples: list[Batch], rows: int, accelerator: Any):
         self.examples, self.rows, self.accelerator = examples, rows, accelerator
+        self.most_rows = rows
+
+    def limit_tokens(self, tokens: int) -> None:
+        """Run at most `tokens` tokens per forward pass from now on, or one row, and never more than the rows given first."""
+        if self.examples:
+            self.rows = max(1, min(self.most_rows, tokens // len(self.examples[0]["input_ids"])))
 
     def warning(self) -> str | None:
         """Return a warning if the validation text is too short to tell which state of a run is best; None otherwise, or

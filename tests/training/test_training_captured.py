@@ -6,10 +6,12 @@ Without a GPU the graph is the captured function itself.
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.small_training import TINY_CHECKPOINT, convert_tiny, healing_recipe, read_losses, tensors
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from surgery.training import cuda_graph
 from surgery.training.finetune import finetune
@@ -108,3 +110,26 @@ def test_a_step_that_cannot_be_captured_runs_as_always(student, texts, tmp_path,
     with pytest.warns(UserWarning, match="stage distill cannot be captured in a CUDA graph, so they run one by one"):
         captured, _ = train(student, texts, tmp_path / "captured", cuda_graph=True)
     assert captured == train(student, texts, tmp_path / "plain")[0]
+
+
+def test_gradients_of_micro_batches_are_added_in_two_launches():
+    parameters = {str(i): torch.nn.Parameter(torch.zeros(3)) for i in range(40)}
+    gradients = {name: torch.full((3,), float(name)) for name in list(parameters)[1:]}
+    optimizer_step = SimpleNamespace(parameters=parameters, layout=SimpleNamespace(accumulation_steps=2))
+    captured = cuda_graph.CapturedMicroBatch(SimpleNamespace(device=torch.device("cpu")), None, None, optimizer_step)
+    captured.gradients = gradients
+    launches = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if "empty" not in op.name():
+                launches.append(op.name())
+            return op(*args, **(kwargs or {}))
+
+    with Record(), torch.no_grad():
+        captured._accumulate()
+        captured._accumulate()
+    assert launches == ["aten::_foreach_copy_", "aten::_foreach_add_.List"]
+    assert parameters["0"].grad is None
+    assert all(torch.equal(parameters[name].grad, 2 * torch.full((3,), float(name))) for name in gradients)
+    assert all(torch.equal(gradient, torch.full((3,), float(name))) for name, gradient in gradients.items())

@@ -404,6 +404,13 @@ def test_a_validation_text_of_few_tokens_is_warned_of():
     assert "has 950 tokens" in warning(19, 50) and "--set data.validation=FILE" in warning(1, 2)
 
 
+def test_validation_holds_no_more_tokens_than_a_step():
+    validation = Validation(4 * [{"input_ids": torch.zeros(64), "labels": torch.zeros(64)}], 4, None)
+    for tokens, rows in ((1024, 4), (128, 2), (63, 1), (200, 3)):
+        validation.limit_tokens(tokens)
+        assert validation.rows == rows
+
+
 def test_validation_sources_of_their_own(files, tokenizer):
     data = data_of(tokenizer, source(files), validation=source(files, "plain.txt"), validation_examples=7)
     assert len(data.validation()) == 7

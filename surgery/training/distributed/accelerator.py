@@ -108,11 +108,13 @@ def prepare(
     accelerator: Any, model: Any, optimiser: Any, groups: list[ParameterGroup], config: Any, precision: str,
     *, captured: bool = False,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Return (wrapped model, wrapped optimizer) for a stage. groups: of the optimizer; config: the stage's; precision: of
-    the recipe.
+    """Return (wrapped model, wrapped optimizer) for a stage.
 
-    captured: whether a CUDA graph may hold the forward and backward pass. Replicas then stay unwrapped, and OptimizerStep
-    sums their gradients. With FSDP2 all values are those of the first process, and the groups hold the shards afterwards.
+    groups: of the optimizer; config: the stage's; precision: of the recipe.
+
+    captured: whether a CUDA graph may hold the forward and backward pass. Replicas then stay unwrapped, and
+    OptimizerStep sums their gradients. With FSDP2 all values are those of the first process, and the groups hold the
+    shards afterwards.
     """
     if captured and is_bare_replica(accelerator, model):
         for parameter in (p for p in model.parameters() if p.requires_grad):
@@ -133,8 +135,8 @@ def prepare(
 
 
 def loads_values(accelerator: Any) -> bool:
-    """Return whether this process reads the student's values: with FSDP2 the first alone, and others build the student on
-    the meta device.
+    """Return whether this process reads the student's values: with FSDP2 the first alone, and others build the student
+    on the meta device.
     """
     return accelerator.is_main_process or not getattr(accelerator, "is_fsdp2", False)
 
