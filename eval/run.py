@@ -257,7 +257,7 @@ class _EvaluationRun:
         for suite in paired:
             self._measure_together(opened, together, suite)
         for suite in against:
-            self._measure_against(*opened, suite)
+            self._measure_against(opened[0], opened[-1], suite)
 
     def _measure(self, one: OpenedModel, suites: list[Suite]) -> None:
         missing = [suite for suite in suites if suite.name not in self.broken and not self._load_stored(one, suite)]

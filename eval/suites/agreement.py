@@ -250,7 +250,12 @@ def continue_prompts(
     eval_model: EvalModel, prompts: Sequence[tuple[int, ...]], options: EvalOptions, title: str
 ) -> list[list[int]]:
     """Return the greedy continuation of each prompt: the most likely token each time, up to `greedy_tokens` or the end."""
-    generation = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+    generation: dict[str, Any] = {
+        "do_sample": False,
+        "num_beams": 1,
+        "repetition_penalty": 1.0,
+        "no_repeat_ngram_size": 0,
+    }
     generation |= {"temperature": None, "top_p": None, "top_k": None, "max_new_tokens": options.greedy_tokens}
 
     @torch.inference_mode()

@@ -60,7 +60,6 @@ class PublicModel:
         self.a, self.work = a, a.work
         self.texts = dict(parse_text(word) for word in a.text)
         self.work.mkdir(parents=True, exist_ok=True)
-        (self.work / "evaluations").mkdir(exist_ok=True)
         self.done = {row_key(row) for row in read_rows(a.out)}
         self.device = device_name(choose_device(a.device))
 
@@ -184,25 +183,27 @@ class PublicModel:
                 text=path, tokens=a.score, length=a.window, seed=a.seed, greedy_prompts=a.greedy_prompts,
                 greedy_tokens=a.greedy_tokens,
             )  # fmt: skip
-            done = self.evaluate(folder, ["ppl", "agreement"] if against else ["ppl"], options, against)
+            done = self.evaluate(f"text-{name}", folder, ["ppl", "agreement"] if against else ["ppl"], options, against)
             found["texts"][name] = text_scores(done)
         if a.samples:
             asked = {"lengths": tuple(a.lengths), "depths": (0.0, 0.5, 1.0), "limit": a.samples}
             options = EvalOptions(text=next(iter(self.texts.values())), tasks=("needle-rank",), seed=a.seed, **asked)
-            found["needles"] = share_scores(self.evaluate(folder, ["needle"], options, against), "length")
+            found["needles"] = needle_scores(self.evaluate("needles", folder, ["needle"], options, against), a.lengths)
         if a.mc:
             tasks = tuple(sorted(path.stem for path in a.mc.glob("*.jsonl")))
             options = EvalOptions(tasks=tasks, data={"*": a.mc}, limit=a.mc_limit, seed=a.seed)
-            found["mc"] = share_scores(self.evaluate(folder, ["lm-eval"], options, against), None)
+            found["mc"] = choice_scores(self.evaluate("mc", folder, ["lm-eval"], options, against))
         source = open_converted_checkpoint(folder)
         found["cache_bytes"] = cache_sizes(source, a.lengths)
         found["parameters"] = sum(tensor.numel for tensor in source.tensors.values())
         return found
 
-    def evaluate(self, folder: str, suites: list[str], options: EvalOptions, against: bool) -> Evaluation:
-        """Run suites, beside the original unless the checkpoint is it."""
+    def evaluate(self, place: str, folder: str, suites: list[str], options: EvalOptions, against: bool) -> Evaluation:
+        """Run suites, beside the original unless the checkpoint is it. place: folder of the results in `work`."""
+        out = self.work / "evaluations" / place
+        out.mkdir(parents=True, exist_ok=True)
         done = evaluate(
-            folder, suites, options, compare=self.a.source if against else None, out=self.work / "evaluations",
+            folder, suites, options, compare=self.a.source if against else None, out=out,
             device=self.a.device, dtype=self.a.dtype, progress=RichProgress(), comparison_files=False,
         )  # fmt: skip
         if done.broken:
@@ -268,20 +269,25 @@ def text_scores(done: Evaluation) -> Row:
     return found
 
 
-def share_scores(done: Evaluation, group: str | None) -> Row:
-    """Return shares of right answers in percent with Wilson's interval: by the values of a group, or by task."""
-    found = {}
-    for row in done.rows:
-        wanted = set(row.group) == {group} if group else not row.group
-        first = row.metric.name == ("accuracy" if group else "acc,none")
-        if wanted and first and "converted" in row.intervals:
-            low, high = row.intervals["converted"]
-            found[str(row.group[group]) if group else row.task] = {
-                "value": row.values["converted"],
-                "low": low,
-                "high": high,
-            }
-    return found
+def needle_scores(done: Evaluation, lengths: Sequence[int]) -> Row:
+    """Return the share of needles found by length, in percent."""
+    rows = [row for row in done.rows if row.metric.name == "accuracy"]
+    if len(lengths) == 1:  # the task has one group, and no row of it beside its own
+        return {str(lengths[0]): share_of(row) for row in rows if row.is_summary}
+    return {str(row.group["length"]): share_of(row) for row in rows if set(row.group) == {"length"}}
+
+
+def choice_scores(done: Evaluation) -> Row:
+    """Return the accuracy of each multiple-choice task, in percent."""
+    rows = [row for row in done.rows if row.is_summary and row.metric.name.startswith("acc,") and row.intervals]
+    return {row.task: share_of(row) for row in rows}
+
+
+def share_of(row: ComparisonRow) -> dict[str, float]:
+    """Return a share in percent with its interval."""
+    scale = 100 / row.metric.scale
+    low, high = row.intervals["converted"]
+    return {"value": scale * row.values["converted"], "low": scale * low, "high": scale * high}
 
 
 # -- the tables ----------------------------------------------------------------------------------------
