@@ -72,6 +72,9 @@ class EvalKeywords(TypedDict, total=False):
     prompts: Literal["based", "jrt"]
     fill: Literal["exact", "ruler"]
     pairs: str | Sequence[int]
+    greedy_prompts: int
+    greedy_tokens: int
+    tolerance: float
 
 
 class CommandResult(dict[str, Any]):
