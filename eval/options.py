@@ -18,7 +18,9 @@ from surgery.core.digests import content_digest
 from surgery.core.errors import SurgeryError, suggestion
 
 ANY_TASK = "*"  # key of a folder with TASK.jsonl in EvalOptions.data
-OMITTED_AT_DEFAULT = ("prompts", "fill", "pairs", "data")  # see EvalOptions.digest
+OMITTED_AT_DEFAULT = (  # see EvalOptions.digest
+    "prompts", "fill", "pairs", "data", "greedy_prompts", "greedy_tokens", "tolerance",
+)  # fmt: skip
 PairSettings = Literal["zoology", "based", "log-linear"]  # the keys of eval.suites.mqar.PAPER_SETTINGS
 
 
@@ -172,6 +174,15 @@ class EvalOptions(BaseModel):
             description="Key-value pairs of mqar, e.g. 4,16,64, or the lengths and pairs of a paper: zoology, based, "
             "log-linear. Default: one for each 16 tokens.",
         )
+    )
+    greedy_prompts: int = Field(
+        32, ge=0, description="Compare the greedy texts of agreement after this many prompts, taken from the text."
+    )
+    greedy_tokens: int = Field(64, ge=1, description="Compare greedy texts of this many tokens.")
+    tolerance: float = Field(
+        0.01,
+        ge=0,
+        description="Count a document as a tie in agreement if its losses differ by at most this, in nats per token.",
     )
 
     def find_records(self, task: str) -> Path | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,7 +148,7 @@ def evaluate(
     """
     chosen = [find_suite(suite) for suite in dict.fromkeys(suites)]
     for suite in chosen:
-        if suite.combine is not None and compare is None:
+        if suite.compares_two and compare is None:
             raise SurgeryError(f"--suite {suite.name} compares two models. Give the original with --compare SRC.")
     check_task_names(chosen, options)
     limits = parse_thresholds(fail_below, compare is not None)
@@ -233,7 +234,7 @@ class _EvaluationRun:
     # -- measuring -----------------------------------------------------------------------------------
     def measure(self, opened: list[OpenedModel], beside: Sequence[OpenedModel] = ()) -> None:
         """Run all suites: each model is loaded once; suites with `run_pair` then load all together, those of `beside`
-        too.
+        too; suites with `run_against` load the base and the converted model themselves.
         """
         for one in opened:
             self.models[one.role] = {
@@ -250,10 +251,13 @@ class _EvaluationRun:
             unique.setdefault(one.fingerprint, one)
         together = list(unique.values())
         paired = [suite for suite in self.suites if len(together) > 1 and suite.run_pair is not None]
+        against = [suite for suite in self.suites if suite.run_against is not None]
         for one in opened:
-            self._measure(one, [suite for suite in self.suites if suite not in paired])
+            self._measure(one, [suite for suite in self.suites if suite not in (*paired, *against)])
         for suite in paired:
             self._measure_together(opened, together, suite)
+        for suite in against:
+            self._measure_against(opened[0], opened[-1], suite)
 
     def _measure(self, one: OpenedModel, suites: list[Suite]) -> None:
         missing = [suite for suite in suites if suite.name not in self.broken and not self._load_stored(one, suite)]
@@ -261,12 +265,14 @@ class _EvaluationRun:
             return
         with self._load_model(one) as eval_model:
             for suite in missing:
+                assert suite.run is not None
                 began = time.perf_counter()
                 try:
                     eval_model.journal = self._open_journal(one, suite)
                     with record_reads() as reads:
                         result = suite.run(eval_model, self.options)
-                    self._store_result(one, suite, result, eval_model, began, reads=reads)
+                    result.info.setdefault("longest", eval_model.longest)
+                    self._store_result(one, suite, result, eval_model.journal, began, reads=reads)
                 except Exception as error:
                     self._record_failure(suite, one, error)
 
@@ -298,7 +304,8 @@ class _EvaluationRun:
                 with record_reads() as reads:
                     results = suite.run_pair(models, self.options)
                 for one, eval_model, result in zip(together, models, results):
-                    self._store_result(one, suite, result, eval_model, began, reads=reads, pair=pair)
+                    result.info.setdefault("longest", eval_model.longest)
+                    self._store_result(one, suite, result, eval_model.journal, began, reads=reads, pair=pair)
             for one in opened:
                 self._load_stored(one, suite, pair)
         except Exception as error:
@@ -312,8 +319,30 @@ class _EvaluationRun:
                 )
             self._record_failure(suite, opened[-1], error)
 
-    def _load_model(self, one: OpenedModel) -> AbstractContextManager[EvalModel]:
-        return load_eval_model(one, self.device, self.dtype, self.trust_remote_code, self.ranks, self.progress)
+    def _measure_against(self, base: OpenedModel, one: OpenedModel, suite: Suite) -> None:
+        """Run a suite that measures a model against the base, and keep the result of the model."""
+        assert suite.run_against is not None
+        pair = (base.fingerprint, one.fingerprint)
+        if self._load_stored(one, suite, pair):
+            return
+        began = time.perf_counter()
+        try:
+            journal = self._open_journal(one, suite, pair)
+            with record_reads() as reads:
+                result = suite.run_against(
+                    partial(self._load_model, base, journal), partial(self._load_model, one, journal), self.options
+                )
+            self._store_result(one, suite, result, journal, began, reads=reads, pair=pair)
+        except Exception as error:
+            self._record_failure(suite, one, error)
+
+    @contextmanager
+    def _load_model(self, one: OpenedModel, journal: SampleJournal | None = None) -> Iterator[EvalModel]:
+        with load_eval_model(
+            one, self.device, self.dtype, self.trust_remote_code, self.ranks, self.progress
+        ) as eval_model:
+            eval_model.journal = journal
+            yield eval_model
 
     def _key(self, one: OpenedModel, suite: Suite, pair: tuple[str, ...]) -> dict[str, Any]:
         key = result_key(one.fingerprint, suite.name, self.options, self.device.type, self.dtype, version=suite.version)
@@ -337,14 +366,13 @@ class _EvaluationRun:
         one: OpenedModel,
         suite: Suite,
         result: SuiteResult,
-        eval_model: EvalModel,
+        journal: SampleJournal | None,
         began: float,
         *,
         reads: dict[str, str],
         pair: tuple[str, ...] = (),
     ) -> None:
         result.seconds = time.perf_counter() - began
-        result.info.setdefault("longest", eval_model.longest)
         result.reads = reads
         data = describe_data(reads, self.options.data_root)
         result.provenance = {
@@ -365,8 +393,8 @@ class _EvaluationRun:
         self.results[suite.name][one.role] = self.cache[one.fingerprint, suite.name] = result
         self.broken |= {f"{suite.name} {task}": f"{why} ({one.name})" for task, why in broken.items()}
         if self.ranks.main:
-            if not broken and eval_model.journal is not None:
-                eval_model.journal.remove()
+            if not broken and journal is not None:
+                journal.remove()
             self.progress.say(f"{suite.name} of {one.name}: {len(result.samples):,} samples, {result.seconds:.1f} s")
 
     def _extra_tasks(self) -> dict[str, str]:

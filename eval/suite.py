@@ -2,9 +2,10 @@
 
 EvalOptions is in options.py.
 
-    suite.run(eval_model, options) -> SuiteResult      register(suite) adds the suite to SUITES
+    suite.run(eval_model, options) -> SuiteResult                              register(suite) adds the suite to SUITES
+    suite.run_against(load_base, load_converted, options) -> SuiteResult       of a suite that compares two models
 
-A suite measures one loaded model and returns samples; each sample has one value per metric. A sample is one question,
+A suite measures one loaded model, or one against the base, and returns samples; each sample has one value per metric. A sample is one question,
 document or window. Its `id` is the same for every model, so that the samples of base and converted model can be paired.
 Statistics, tables and files are written elsewhere (eval/results/compare.py, tables.py, store.py).
 To add a suite, add one file to eval/suites/.
@@ -20,6 +21,7 @@ import json
 import pkgutil
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -67,6 +69,9 @@ class EvalModel:
     ranks: DistContext
     progress: Progress
     journal: SampleJournal | None = None
+
+
+ModelLoader = Callable[[], AbstractContextManager[EvalModel]]
 
 
 @dataclass(frozen=True)
@@ -168,9 +173,12 @@ class Suite:
     """A named measurement.
 
     Attributes:
-        run: measures one model.
+        run: measures one model; None for a suite with `run_against`.
         combine: computes samples that need both results, e.g. an encoder's cosine similarity to the original.
         run_pair: measures both models alternately while both are loaded, e.g. for timings.
+        run_against: measures how the converted model differs from the base, e.g. by the divergence of their
+            predictions. It is called with functions that load each for the duration of a context, so that the two need
+            not fit in memory together. The result belongs to the converted model; the base has none.
         plot: plot(results, folder, base=..) writes figures for {model: result} into a folder and returns their paths;
             base: which model is the base, or None. Without it: curves by length and heat maps by length and depth,
             where samples have these groups.
@@ -183,13 +191,19 @@ class Suite:
 
     name: str
     description: str
-    run: Callable[[EvalModel, EvalOptions], SuiteResult]
+    run: Callable[[EvalModel, EvalOptions], SuiteResult] | None
     combine: Callable[[SuiteResult, SuiteResult], SuiteResult] | None = None
     run_pair: Callable[[list[EvalModel], EvalOptions], list[SuiteResult]] | None = None
+    run_against: Callable[[ModelLoader, ModelLoader, EvalOptions], SuiteResult] | None = None
     plot: Callable[..., list[Path]] | None = None
     averages: Callable[[Sequence[int | None]], SuiteAverages] | None = None
     tasks: Callable[[EvalOptions], Sequence[str]] | None = None
     version: int = 1
+
+    @property
+    def compares_two(self) -> bool:
+        """Whether the suite measures nothing without a base."""
+        return self.combine is not None or self.run_against is not None
 
 
 def no_tasks(options: EvalOptions) -> Sequence[str]:

@@ -72,6 +72,9 @@ class EvalKeywords(TypedDict, total=False):
     prompts: Literal["based", "jrt"]
     fill: Literal["exact", "ruler"]
     pairs: str | Sequence[int]
+    greedy_prompts: int
+    greedy_tokens: int
+    tolerance: float
 
 
 class CommandResult(dict[str, Any]):
@@ -502,7 +505,7 @@ def finetune(
 
     Args:
         converted: converted checkpoint, a local folder or a Hub id.
-        recipe: name of a shipped healing recipe (auto, linears, attention, new-modules) or path of a YAML
+        recipe: name of a shipped healing recipe (auto, linears, attention, new-modules, control) or path of a YAML
             file.
         teacher: checkpoint to distill from, the one that `converted` was made from.
         data: text to train on, a file, a folder or a Hub id; "generated": the teacher writes it (docs/data.md); None:

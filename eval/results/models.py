@@ -193,10 +193,11 @@ def compare_models(
 def _compare_suite(done: ModelComparison, suite: str, seed: int) -> None:
     """Add the rows, averages, refusals and remarks of one suite."""
     owners = [model for model in done.models if suite in model.suites]
-    reference = owners[0]
-    if missing := [model.name for model in done.models if model not in owners]:
+    reference, known = owners[0], SUITES.get(suite)
+    against = known is not None and known.run_against is not None  # the base has no result of its own
+    if missing := [m.name for m in done.models if m not in owners and not (against and m.name == done.base)]:
         done.notes.append(f"{suite} was not measured for {', '.join(missing)}")
-    if len(owners) == 1:
+    if len(owners) == 1 and not against:
         return
     results = {reference.name: reference.suites[suite].result}
     for model in owners[1:]:
@@ -206,7 +207,10 @@ def _compare_suite(done: ModelComparison, suite: str, seed: int) -> None:
         results[model.name] = model.suites[suite].result
         remark = _remarks(reference.suites[suite], model.suites[suite])
         done.notes += [f"{suite} of {model.name}: {', '.join(remark)}"] if remark else []
-    known = SUITES.get(suite)
+    if against:
+        done.rows += _merge_rows(suite, results, None, seed)
+        done.notes += _result_notes(suite, results)
+        return
     timed = in_turns = False
     if known is not None and known.run_pair is not None:
         results, timed = _shared_lengths(suite, results, done.notes), True
@@ -231,8 +235,15 @@ def _compare_suite(done: ModelComparison, suite: str, seed: int) -> None:
         rows, notes = average_rows(suite, known.averages, results, base, seed=seed)
         done.averages += rows
         done.notes += [f"{suite}: {note}" for note in notes]
-    for name, result in results.items():
-        done.notes += [f"{suite} of {name}: {_short(note, MAX_NOTE)}" for note in dict.fromkeys(result.notes)]
+    done.notes += _result_notes(suite, results)
+
+
+def _result_notes(suite: str, results: Mapping[str, SuiteResult]) -> list[str]:
+    return [
+        f"{suite} of {name}: {_short(note, MAX_NOTE)}"
+        for name, result in results.items()
+        for note in dict.fromkeys(result.notes)
+    ]
 
 
 def _took_turns(timed: Sequence[StoredSuite]) -> bool:
@@ -286,8 +297,10 @@ def _differences(a: StoredSuite, b: StoredSuite) -> list[str]:
         why.append(data)
     if _definitions(a.result) != _definitions(b.result) and not why:
         why.append("its metrics are defined otherwise")
-    timed = SUITES.get(a.key["suite"])
-    if timed is not None and timed.run_pair is not None:
+    known = SUITES.get(a.key["suite"])
+    if known is not None and known.run_against is not None and _against(a) != _against(b):
+        why.append("measured against another original")
+    if known is not None and known.run_pair is not None:
         devices = [_short(suite.result.provenance.get("device", suite.key["device"])) for suite in (a, b)]
         if devices[0] != devices[1] or a.key["dtype"] != b.key["dtype"]:
             why.append(f"timed on {devices[1]} in {b.key['dtype']} instead of {devices[0]} in {a.key['dtype']}")
@@ -296,6 +309,12 @@ def _differences(a: StoredSuite, b: StoredSuite) -> list[str]:
         if ours != theirs:
             why.append(f"other samples ({len(ours):,} instead of {len(theirs):,}, {len(ours & theirs):,} in common)")
     return why
+
+
+def _against(stored: StoredSuite) -> Any:
+    """Return the fingerprint of the model that a suite with `run_against` compared with."""
+    pair = stored.key.get("pair")
+    return pair[0] if isinstance(pair, list) and pair else None
 
 
 def _definitions(result: SuiteResult) -> dict[str, EvalMetric]:

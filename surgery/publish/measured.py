@@ -44,11 +44,12 @@ class Measurements:
         base = None if self.comparison is None else self.comparison["base"]
         if self.results is not None or self.comparison is None or None in (self.own, base) or self.own == base:
             return self.results
-        rows = [row for row in self.comparison["rows"] if {base, self.own} <= row["values"].keys()]
+        names = {"base": base, "converted": self.own}
+        rows = [row for row in self.comparison["rows"] if self.own in row["values"]]
         shown = [
             {
                 **{key: row[key] for key in ("suite", "task", "metric", "group", "samples", "flags")},
-                "values": {"base": row["values"][base], "converted": row["values"][self.own]},
+                "values": {role: row["values"][name] for role, name in names.items() if name in row["values"]},
                 "ratio": row["ratios"].get(self.own),
             }
             for row in rows

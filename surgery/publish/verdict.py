@@ -1,6 +1,7 @@
 """The verdict on a conversion: one sentence of measured values, for the report page, `surgery run` and the demo.
 
-Size is counted in the stored tensors. Perplexity, needles, prefill, decoding and cache are rows of `surgery eval`.
+Size is counted in the stored tensors. Perplexity, agreement, needles, prefill, decoding and cache are rows of `surgery
+eval`.
 Without such rows the perplexity is that of the last healing run on its validation text, else that of the conversion on
 its held-out text. What was not measured is left out.
 """
@@ -19,21 +20,23 @@ SAME = 0.005  # sizes that differ by less are "the same"
 
 
 def verdict(report: Mapping[str, Any], results: Mapping[str, Any] | None = None) -> str:
-    """Return the verdict, e.g. "46% smaller, perplexity x 1.02, needles 98 of 100 (original 99); healed on 3M tokens."
+    """Return the verdict, e.g. "46% smaller, perplexity x 1.02, same most likely token 93.1%, needles 98 of 100 (original
+    99); healed on 3M tokens."
 
     report: surgery_report.json. results: results.json of `surgery eval OUT --compare SRC`; None: not measured. A base
     that is not the original is named.
     """
     rows = [row for row in (results or {}).get("rows", ()) if {"base", "converted"} <= row["values"].keys()]
-    base = other_base(report, results)
+    base, equal = other_base(report, results), measured_agreement(results)
     measured = [
         _perplexity(report, results),
+        *_agreement(equal),
         *_needles(rows, base or "original"),
         *_speed(rows, base or "the original"),
     ]
     parts = [_size(report["totals"]), *(clause for clause in measured if clause)]
     unmeasured = [] if measured[0] else ["quality not measured"]
-    against = f"; measured against {base}, not the original" if base and rows else ""
+    against = f"; measured against {base}, not the original" if base and (rows or equal) else ""
     return ", ".join([*parts, *unmeasured]) + against + _healing(report.get("training") or []) + "."
 
 
@@ -64,6 +67,23 @@ def _perplexity(report: Mapping[str, Any], results: Mapping[str, Any] | None) ->
     ratio = perplexity_ratio(held["original"], held["converted"], held["unit"]) if held else None
     when = f"{' before healing' if run else ''}{before_storage(report)}"
     return f"perplexity {format_ratio(ratio)} on held-out text{when}" if ratio else ""
+
+
+def measured_agreement(results: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return the values of the suite `agreement` over the whole text, by metric; {} if it was not measured."""
+    return {
+        row["metric"]["name"]: row["values"]["converted"]
+        for row in (results or {}).get("rows", ())
+        if row.get("suite") == "agreement" and not row["group"] and "converted" in row["values"]
+    }
+
+
+def _agreement(values: Mapping[str, float]) -> list[str]:
+    """Return how often the most likely next token is the base's, the divergence, and the length of equal greedy texts."""
+    said = [f"same most likely token {values['top1']:.1f}% (KL {values['kl']:.3g} nats)"] if "top1" in values else []
+    if "same_tokens" in values:
+        said.append(f"greedy texts equal for {values['same_tokens']:.0f} tokens on average")
+    return said
 
 
 def _needles(rows: list[Any], base: str) -> list[str]:

@@ -5,6 +5,7 @@ Healing is recovery distillation: further training of a converted model, usually
 OUT.partial/journal.jsonl   fingerprint of the run and baseline losses
 OUT.partial/checkpoints/    training checkpoints, see checkpoints.py
 OUT.partial/log.jsonl       training log; curve.png is its plot
+OUT-rates                   trials of the rates to try, see rate_search.py; removed when the run is complete
 OUT                         the healed checkpoint, written next to it and renamed when complete
 """
 
@@ -34,6 +35,7 @@ from surgery.training.distributed.launch import check_gpus, run_workers
 from surgery.training.export import ADAPTER
 from surgery.training.logging import CURVE_NAME, LOG_NAME, end_trackers
 from surgery.training.optim import adamw8bit_class
+from surgery.training.rate_search import search_rates, trials_folder
 from surgery.training.recipe import HealingRecipe, parse_healing_recipe, stage_data_config
 from surgery.training.runner import StageRunner
 from surgery.training.stages import STAGES
@@ -85,11 +87,30 @@ def finetune(
         words = [flag for flag, is_set in flags.items() if is_set]
         words += [f"{option}={value}" for option, value in given.items() if value is not None]
         return finetune_in_workers(name, recipe, out, words, workers)
-    source = model_loading.open_trainable(name, trust_remote_code)
-    run = StageRunner(
-        source, recipe, out, teacher=teacher, trust=trust_remote_code, skip=skip_bad_steps, track=track, device=device,
-        progress=progress or Progress(), show=show, sharding=sharding,
+    progress = progress or Progress()
+    train = partial(
+        _run_stages, name, teacher=teacher, trust=trust_remote_code, skip=skip_bad_steps, device=device,
+        progress=progress, sharding=sharding,
     )  # fmt: skip
+    if not recipe.rates_to_try:
+        return train(recipe, out, resume, track=track, show=show)
+    source = model_loading.open_trainable(name, trust_remote_code)
+    recipe, tried = search_rates(
+        recipe, out, partial(train, track="none", show=lambda parts: None),
+        lambda trial: json.dumps(_fingerprint(source, trial), sort_keys=True), resume, progress,
+    )  # fmt: skip
+    record = train(recipe, out, resume, track=track, show=show, rates_tried=tried)
+    if is_main_process():
+        shutil.rmtree(trials_folder(out), ignore_errors=True)
+    return record
+
+
+def _run_stages(
+    name: str, recipe: HealingRecipe, out: Path, resume: bool, *, teacher: str | None, **settings: Any
+) -> dict[str, Any]:
+    """Run the stages of a recipe, write `out` and return the record. settings: further arguments of StageRunner."""
+    source = model_loading.open_trainable(name, settings["trust"])
+    run = StageRunner(source, recipe, out, teacher=teacher, **settings)
     work = partial_path(out)
     try:
         with explain_disk_errors(work, RESUME_HINT), ExitStack() as stack:
@@ -229,6 +250,7 @@ def _journal_recipe(recipe: HealingRecipe) -> str:
         for stage in recipe.stages
     )
     left_out = {"description", "log", "checkpoints", "teacher", "cuda_graph"}
+    left_out |= set() if recipe.rates_to_try else {"rates_to_try", "trial_share"}  # unknown to earlier versions
     return recipe.model_copy(update={"stages": stages}).model_dump_json(
         exclude={**dict.fromkeys(left_out, True), "stages": {"__all__": {"compile"}}}
     )
@@ -246,11 +268,15 @@ def renew_fingerprint(start: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open_journal(source: Any, recipe: HealingRecipe, work: Path, resume: bool) -> Journal:
-    fingerprint = {
+    return Journal(work, _fingerprint(source, recipe), resume, what="run", renew=renew_fingerprint)
+
+
+def _fingerprint(source: Any, recipe: HealingRecipe) -> dict[str, Any]:
+    """Return what a run depends on."""
+    return {
         "source": source.fingerprint(),
         "weights_digest": source.weights_digest(),
         "data_digest": data_digest(recipe),
         "recipe": _journal_recipe(recipe),
         "version": WORK_VERSION,
     }
-    return Journal(work, fingerprint, resume, what="run", renew=renew_fingerprint)

@@ -52,6 +52,10 @@ def defer_interrupt(single_process: bool) -> Iterator[list[int]]:
 MAX_CONSECUTIVE_SKIPS = 10
 
 
+class TrainingStopped(SurgeryError):
+    """Training that cannot go on at its rate: a loss that diverged, or NaN or infinite gradients."""
+
+
 def reads_found_inf(optimiser: Any) -> bool:
     """Return whether the optimizer skips a step on the device where its `found_inf` is 1."""
     return bool(optimiser.defaults.get("fused")) or hasattr(type(optimiser), "found_inf")
@@ -107,7 +111,7 @@ def bad_step_error(
     checkpoint.
     """
     checkpoint = f"The last good checkpoint is {latest}" if latest else "There is no checkpoint yet"
-    return SurgeryError(
+    return TrainingStopped(
         f"stage {stage}, step {step}: {what} (loss {loss:g}, rate {rate:g}). {blame} {checkpoint}. Lower the rate "
         "(--set "
         f"stages.*.rate={rate / 3:.2g}) and start again, or continue with --resume --skip-bad-steps, which skips such "

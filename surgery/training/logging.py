@@ -215,6 +215,13 @@ def result_table(result: dict[str, Any], labels: tuple[tuple[str, str], ...] | N
             f"tokens, loss {_first_and_last(stage)}, "
             f"{stage['tokens_per_second']:,.0f} tokens/s"
         )
+    if tried := result.get("rates_tried"):
+        losses = ", ".join(
+            f"{t['rate']:g}: {'stopped' if t['loss'] is None else format(t['loss'], '.4f')}" for t in tried
+        )
+        parts.append(
+            f"rates tried, with nats per token of validation text after {tried[0]['tokens']:,} tokens: {losses}"
+        )
     return [*parts, f"delivered: {result['delivered']['says']}"]
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializeAsAny, ValidationError
+from pydantic import Field, SerializeAsAny, ValidationError, field_validator
 
 from surgery.core.config import (
     MAX_BYTES,
@@ -65,7 +65,8 @@ class HealingRecipe(StrictModel):
     precision: autocast precision (weights stay in float32); auto: bf16 on GPUs that support it. log, evaluate,
     checkpoint: intervals in steps; evaluate: None is a tenth of the run, 0 only after stages. deliver: `best`, the
     state with the lowest validation loss, the start included, or `last`. checkpoints: number of the latest ones that
-    are kept. cuda_graph: capture loss and backward pass in a CUDA graph, on one GPU with rows of one document each
+    are kept. rates_to_try: peak rates of the last stage of which the best on validation text is used; each trains
+    `trial_share` of the tokens first (rate_search.py). cuda_graph: capture loss and backward pass in a CUDA graph, on one GPU with rows of one document each
     (data.packing: stream); small models train several times as fast. tiny and common: see the module.
     """
 
@@ -81,7 +82,16 @@ class HealingRecipe(StrictModel):
     deliver: Literal["best", "last"] = "best"
     checkpoint: Annotated[Count, Field(ge=0)] = 500
     checkpoints: Annotated[int, Field(ge=1)] = 2
+    rates_to_try: tuple[Annotated[Real, Field(gt=0)], ...] = ()
+    trial_share: Annotated[Real, Field(gt=0, le=1)] = 0.25
     cuda_graph: bool = False
+
+    @field_validator("rates_to_try")
+    @classmethod
+    def _check_rates(cls, rates: tuple[float, ...]) -> tuple[float, ...]:
+        if len(rates) == 1 or len({f"{rate:g}" for rate in rates}) < len(rates):
+            raise ValueError(f"must be two or more different rates, or empty (got {list(rates)})")
+        return rates
 
     @property
     def evaluates(self) -> int:

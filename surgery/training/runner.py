@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,17 +96,18 @@ class StageRunner:
 
     teacher: folder or Hub id, or None. trust: whether remote code may run. skip: skip steps with NaN or infinite
     gradients. track: name of an experiment tracker, or None. show: called with the tables to display. sharding: of
-    several processes, auto, ddp or fsdp2. After every stage there is a checkpoint; a resumed run continues from the
+    several processes, auto, ddp or fsdp2. rates_tried: results of the rate search, for the record. After every stage there is a checkpoint; a resumed run continues from the
     latest one.
     """
 
     def __init__(
         self, source: Any, recipe: HealingRecipe, out: Path, *, teacher: str | None, trust: bool, skip: bool,
         track: str | None, device: str | None, progress: Progress, show: Any, sharding: str = "auto",
+        rates_tried: Sequence[dict[str, Any]] = (),
     ):  # fmt: skip
         configure_sharding(sharding, sum(info.numel for info in source.tensors.values()), device)
         self.source, self.recipe, self.out, self.trust, self.skip = source, recipe, out, trust, skip
-        self.teacher_name, self.work, self.show = teacher, partial_path(out), show
+        self.teacher_name, self.work, self.show, self.rates_tried = teacher, partial_path(out), show, rates_tried
         self.accelerator = make_accelerator(device, recipe.precision, track, self.work)
         self.main = self.accelerator.is_main_process
         self.journal: Journal | None = None
@@ -437,6 +439,8 @@ class StageRunner:
             "stages": self.stages,
             "trained": len(self.trained),
         }
+        if self.rates_tried:
+            record["rates_tried"] = list(self.rates_tried)
         record["validation"] = loss_records({**self.baseline_losses, "after": notes["after"]})
         record["delivered"] = delivery_record(self.recipe, self.baseline_losses["before"], notes)
         record["validation_rows"] = len(self.validation.examples)

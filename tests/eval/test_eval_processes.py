@@ -25,7 +25,7 @@ WORDS = [
     "--depths",
     "0,1",
 ]
-SUITES = ["ppl", "needle"]
+SUITES = ["ppl", "needle", "agreement"]
 
 
 def test_two_processes_share_the_samples(tmp_path):
@@ -33,7 +33,7 @@ def test_two_processes_share_the_samples(tmp_path):
     said = run_command(2, tmp_path, [*words, "--out", str(tmp_path / "out")])
     said = json.loads(said[said.index("{") :])
     options = EvalOptions(text=WORDS[1], tokens=768, length=128, lengths=(128,), depths=(0, 1), limit=3)
-    alone = evaluate(str(TINY), SUITES, options)
+    alone = evaluate(str(TINY), SUITES, options, compare=str(TINY))
     assert said["models"]["converted"]["processes"] == 2
     assert len(said["rows"]) == len(alone.rows)
     for row, same in zip(said["rows"], alone.rows):

@@ -14,7 +14,7 @@ from surgery.publish.html.svg import Axis, MatrixBox, Series, heat_map, layer_di
 from surgery.publish.measured import last_part, measured_model, other_base
 from surgery.publish.ratios import before_storage, format_ratio, perplexity_ratio
 from surgery.publish.tables import format_share, speed_in_words
-from surgery.publish.verdict import measured_ratio
+from surgery.publish.verdict import measured_agreement, measured_ratio
 
 ERROR_STEPS = (0.05, 0.1, 0.2, 0.4)  # relative errors between the colors of matrices
 Z_95 = 1.96  # standard errors of a 95% band
@@ -93,6 +93,8 @@ def headline_figures(data: PageData) -> str:
     if (measured := measured_ratio(results)) is not None:
         base = other_base(data.report, results) or "the original"
         text.append((format_ratio(measured), f"perplexity, measured by surgery eval, relative to {base}"))
+        if (equal := measured_agreement(results).get("top1")) is not None:
+            text.append((f"{equal:.1f}%", f"of next tokens are most likely the same as those of {base}"))
     elif scores[0] and scores[2]:
         text.append(
             (
@@ -424,7 +426,7 @@ def row_band(rows: list[dict[str, Any]], axis: str, name: str) -> list[tuple[flo
 
 def position_chart(rows: list[dict[str, Any]], roles: list[str]) -> str:
     """Return the chart of loss by position in the text, in nats per token; "" without such results."""
-    position_rows = [row for row in rows if set(row["group"]) == {"position"}]
+    position_rows = [row for row in rows if set(row["group"]) == {"position"} and row["metric"]["name"] == "nll"]
     series = [
         Series(
             "original" if role == "base" else role,

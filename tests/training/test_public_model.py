@@ -1,0 +1,71 @@
+"""recipes/papers/quality/public_model.py: rows of a tiny model, measured once, and their tables."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from helpers.small_training import TINY_CHECKPOINT
+
+from recipes.papers.quality import public_model
+from recipes.papers.quality.public_model import main, show
+from surgery.core.errors import SurgeryError
+
+STATES = [("original", ""), ("converted", "sliding-window"), ("healed", "sliding-window"), ("control", "")]
+
+
+def test_rows_are_measured_once(tmp_path, monkeypatch, capsys):
+    """All four states; the same command again measures nothing, and a lost row is measured from what --work has."""
+    paragraphs = (TINY_CHECKPOINT / "calibration.txt").read_text(encoding="utf-8")
+    heldout = (TINY_CHECKPOINT / "heldout.txt").read_text(encoding="utf-8")
+    for name, text in (
+        ("data", paragraphs),
+        ("a", heldout[:8000]),
+        ("b", heldout[8000:16000]),
+        ("cal", paragraphs[:999]),
+    ):
+        (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
+    out = tmp_path / "rows.jsonl"
+    command = ["run", str(TINY_CHECKPOINT), "--conversion", "sliding-window", "--convert", "attention.window=16"]
+    command += ["--convert", "tokens=64", "--convert", "length=32", "--calibration", str(tmp_path / "cal.txt")]
+    command += ["--text", f"a={tmp_path / 'a.txt'}", "--text", f"b={tmp_path / 'b.txt'}"]
+    command += ["--data", str(tmp_path / "data.txt"), "--tokens", "256", "--healing", "linears", "--tiny"]
+    command += ["--set", "stages.*.length=32", "--set", "stages.*.batch=4", "--set", "stages.*.rows=4"]
+    command += ["--set", "data.validation=0.1", "--set", "data.validation_examples=2"]
+    command += ["--score", "320", "--window", "64", "--lengths", "96", "--samples", "1"]
+    command += ["--greedy-prompts", "2", "--greedy-tokens", "4"]
+    command += ["--work", str(tmp_path / "work"), "--out", str(out), "--device", "cpu"]
+    main(command)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["state"], row["conversion"]) for row in rows] == STATES
+    original, converted, healed, control = rows
+    assert "ratio" not in original["texts"]["a"] and converted["texts"]["a"]["ratio"]["ratio"] > 1
+    assert converted["cache_bytes"]["96"] < original["cache_bytes"]["96"] == control["cache_bytes"]["96"]
+    assert healed["training"]["tried"] == [] and len(control["training"]["tried"]) == 3
+    assert 0 < converted["texts"]["b"]["top1"]["value"] <= 100 and converted["needles"].keys() == {"96"}
+    table = show(rows)
+    assert (
+        table.index("| original |")
+        < table.index("| control, 256 tokens, rate")
+        < table.index("| `sliding-window`, con")
+    )
+    assert "| model | text | KL, nats | same token, % |" in table and "needles at 96, %" in table
+
+    monkeypatch.setattr(public_model, "convert", None)  # nothing is made again
+    monkeypatch.setattr(public_model, "finetune", None)
+    main(command)
+    assert len(out.read_text().splitlines()) == 4
+    out.write_text("".join(f"{json.dumps(row)}\n" for row in rows[:3]), encoding="utf-8")
+    main(command)
+    again = json.loads(out.read_text().splitlines()[-1])
+    assert again == control
+    capsys.readouterr()
+    main(["show", str(out)])
+    assert capsys.readouterr().out.strip() == table
+
+
+def test_no_rows_and_no_text():
+    with pytest.raises(SurgeryError, match="there are no rows of this command"):
+        show([])
+    with pytest.raises(SurgeryError, match=r"--text must be NAME=FILE.*got 'heldout.txt'"):
+        public_model.parse_text("heldout.txt")

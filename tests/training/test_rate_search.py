@@ -1,0 +1,152 @@
+"""Recipes with `rates_to_try`: the rate with the best validation loss of short trials, and the recipe `control`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from helpers.small_training import TINY_CHECKPOINT
+
+from surgery.core.errors import SurgeryError
+from surgery.training import rate_search
+from surgery.training.finetune import finetune
+from surgery.training.guard import TrainingStopped
+from surgery.training.rate_search import best_rate, set_rate, trial_recipe, trials_folder
+from surgery.training.recipe import load_healing_recipe, parse_healing_recipe
+
+RATES = [1e-6, 1e-3, 3.0]
+
+
+def search_recipe(texts, **keys):
+    stage = {"kind": "lm", "trains": ["all"], "length": 32, "tokens": 1024, "batch": 4, "rows": 4, "rate": 1e-4}
+    data = {"sources": [{"path": str(texts)}], "validation": 0.1, "validation_examples": 4}
+    return parse_healing_recipe(
+        {"stages": [stage], "data": data, "rates_to_try": RATES, "trial_share": 0.5, "log": 1, "checkpoint": 2, **keys}
+    )
+
+
+def test_rates_keep_their_proportion():
+    data = {"sources": "a.txt", "validation": 0.1}
+    stages = [
+        {"kind": "align", "tokens": 4096, "rate": 2e-3, "batch": 4, "length": 64},
+        {"kind": "distill", "tokens": 40960, "rate": 1e-3, "rates": {"mixers": 6e-3}, "batch": 4, "length": 64},
+    ]
+    recipe = parse_healing_recipe({"stages": stages, "data": data, "rates_to_try": [1e-3, 1e-4], "trial_share": 0.01})
+    align, distill = set_rate(recipe, 1e-4).stages
+    assert (align.rate, distill.rate, distill.rates["mixers"]) == (pytest.approx(2e-4), 1e-4, pytest.approx(6e-4))
+    trial = trial_recipe(recipe, 1e-3)
+    assert [stage.tokens for stage in trial.stages] == [256, 410]  # a step at least
+    assert (trial.rates_to_try, trial.deliver, trial.evaluate) == ((), "last", 0)
+
+
+def test_best_rate():
+    tried = [{"rate": 1.0, "loss": None}, {"rate": 0.1, "loss": 2.0}, {"rate": 0.01, "loss": 2.0}]
+    assert best_rate(tried) == 0.1
+    with pytest.raises(SurgeryError, match=r"training stopped at every rate of rates_to_try \(1\)"):
+        best_rate(tried[:1])
+
+
+@pytest.mark.parametrize("rates", [[1e-4], [1e-4, 1e-4]])
+def test_rates_that_are_no_choice_are_refused(rates, texts):
+    with pytest.raises(SurgeryError, match="two or more different rates"):
+        search_recipe(texts, rates_to_try=rates)
+
+
+def test_the_best_rate_trains_an_unconverted_model(texts, tmp_path):
+    """The record names all trials; the result is that of the same recipe with the best rate and no search."""
+    recipe = search_recipe(texts)
+    record = finetune(str(TINY_CHECKPOINT), recipe, tmp_path / "searched")
+    tried = {trial["rate"]: trial["loss"] for trial in record["rates_tried"]}
+    assert list(tried) == RATES and {trial["tokens"] for trial in record["rates_tried"]} == {512}
+    assert tried[1e-3] < tried[1e-6] and (tried[3.0] is None or tried[3.0] > tried[1e-3])
+    assert record["recipe"]["stages"][0]["rate"] == 1e-3
+    assert not trials_folder(tmp_path / "searched").exists()
+    report = json.loads((tmp_path / "searched" / "surgery_report.json").read_text())
+    assert report["training"][-1]["rates_tried"] == record["rates_tried"]
+    plain = finetune(str(TINY_CHECKPOINT), search_recipe(texts, rates_to_try=[]).model_copy(
+        update={"stages": set_rate(recipe, 1e-3).stages}), tmp_path / "plain")  # fmt: skip
+    assert plain["validation"] == record["validation"]
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("searched", "plain")]
+    assert weights[0] == weights[1]
+
+
+def test_interrupted_trials_continue(texts, tmp_path, monkeypatch):
+    recipe, out = search_recipe(texts), tmp_path / "out"
+    whole = finetune(str(TINY_CHECKPOINT), recipe, tmp_path / "whole")
+    write, writes = rate_search._write_trial, []
+
+    def stop_at_fourth(folder, rate, entry):
+        writes.append(entry)
+        if len(writes) == 4:  # the second trial is trained, and its loss is not yet written
+            raise KeyboardInterrupt
+        write(folder, rate, entry)
+
+    monkeypatch.setattr(rate_search, "_write_trial", stop_at_fourth)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(str(TINY_CHECKPOINT), recipe, out)
+    monkeypatch.setattr(rate_search, "_write_trial", write)
+    with pytest.raises(SurgeryError, match=r"has the trials of an unfinished run\. Add --resume"):
+        finetune(str(TINY_CHECKPOINT), recipe, out)
+    other = search_recipe(texts, seed=5)
+    with pytest.raises(SurgeryError, match="a trial of rate 1e-06 with another recipe, model or data"):
+        finetune(str(TINY_CHECKPOINT), other, out, resume=True)
+    said: list[str] = []
+    runs = []
+    train = rate_search._run_trial
+
+    def counted(trial, rate, *rest):
+        runs.append(rate)
+        return train(trial, rate, *rest)
+
+    monkeypatch.setattr(rate_search, "_run_trial", counted)
+    record = finetune(str(TINY_CHECKPOINT), recipe, out, resume=True, progress=Said(said))
+    assert runs == RATES[1:]
+    assert (record["rates_tried"], record["validation"]) == (whole["rates_tried"], whole["validation"])
+    assert "training with rate 0.001, the best of 3" in said
+
+
+class Said(rate_search.Progress):
+    """Collects what is said."""
+
+    def __init__(self, lines: list[str]):
+        self.lines = lines
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def test_a_rate_at_which_training_stops_is_not_chosen(texts, tmp_path):
+    def train(recipe, out, resume):
+        if recipe.stages[0].rate == 3.0:
+            out.mkdir()
+            raise TrainingStopped("the loss diverged")
+        return {"validation": {"after": {"loss": recipe.stages[0].rate}}}
+
+    said: list[str] = []
+    recipe, tried = rate_search.search_rates(
+        search_recipe(texts), tmp_path / "out", train, lambda r: "", False, Said(said)
+    )
+    assert [trial["loss"] for trial in tried] == [1e-6, 1e-3, None] and recipe.stages[0].rate == 1e-6
+    assert said[-1].endswith("it is the lowest of them, and a lower one may be better")
+    assert "rate 3, 512 tokens: the loss diverged" in said
+    assert sorted(path.name for path in trials_folder(tmp_path / "out").iterdir()) == [
+        "rate-0.001.json", "rate-1e-06.json", "rate-3.json",
+    ]  # fmt: skip
+
+
+def test_validation_text_is_required(texts, tmp_path):
+    recipe = search_recipe(texts, data={"sources": [{"path": str(texts)}]})
+    with pytest.raises(SurgeryError, match=r"chooses the rate by validation text, and the recipe has none"):
+        finetune(str(TINY_CHECKPOINT), recipe, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_control_trains_the_original(texts, tmp_path):
+    few = ["stages.*.tokens=256", "stages.*.length=32", "stages.*.batch=4", "stages.*.rows=4"]
+    few += [f"data.sources=[{{path: {texts}}}]", "data.validation=0.1", "data.validation_examples=2"]
+    recipe = load_healing_recipe("control", few, tiny=True)
+    record = finetune(str(TINY_CHECKPOINT), recipe, tmp_path / "control")
+    assert [trial["rate"] for trial in record["rates_tried"]] == [3e-5, 1e-4, 3e-4] and record["teacher"] is None
+    assert record["recipe"]["stages"][0]["kind"] == "lm"
+    shutil.rmtree(tmp_path / "control")
