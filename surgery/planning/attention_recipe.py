@@ -29,14 +29,14 @@ from surgery.planning.renamed import renew_attention, warn_renamed
 class HybridRecipe(BaseModel):
     """Which layers, or which key/value heads of all layers, keep softmax attention.
 
-    softmax: fraction of the units that keep it. unit: "layers" or "heads"; a key/value head comes with the query heads
-    that read it. choose_by: "measured" tries on the calibration text which units matter, and evenly spaced ones as
-    well, and keeps the better choice: of layers those whose softmax attention lowers the KL divergence of a student
-    with windows most, by its gradient (surgery.conversion.gated), of heads those whose own replacement changes their
-    layer's output most (surgery.conversion.hybrid). "restored" measures layers one by one in a student with briefly
-    aligned mixers (surgery.conversion.restored), at many times the cost. "every" keeps evenly spaced layers, or heads
-    in the order of layers and heads. layers: numbers of the layers that keep softmax, instead of softmax and choose_by. heads: layer -> numbers of
-    its key/value heads that keep it, instead of them.
+    softmax: fraction of the units that keep it. unit: "layers" or "heads"; a key/value head comes with the query
+    heads that read it. choose_by: "measured" tries on the calibration text which units matter, and evenly spaced
+    ones as well, and keeps the better choice: of layers those whose softmax attention lowers the KL divergence of a
+    student with windows most, by its gradient (surgery.conversion.gated), of heads those whose own replacement
+    changes their layer's output most (surgery.conversion.hybrid). "restored" measures layers one by one in a
+    student with briefly aligned mixers (surgery.conversion.restored), at many times the cost. "every" keeps evenly
+    spaced layers, or heads in the order of layers and heads. layers: numbers of the layers that keep softmax,
+    instead of softmax and choose_by. heads: layer -> numbers of its key/value heads that keep it, instead of them.
 
     rope, scale, trained_length: options of the softmax that is kept (surgery.mixers.softmax). rope: "drop" uses q and k
     before RoPE. scale: "length" scales the logits of queries beyond the trained length, which is `trained_length`
