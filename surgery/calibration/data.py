@@ -69,12 +69,6 @@ class CalibrationSet:
         """The samples that are held out."""
         return range(self.n_fit, self.rows)
 
-    def subset(self, share: float) -> CalibrationSet:
-        """Return a set with a share of the rows to fit to, and all held-out rows."""
-        n_fit = max(1, round(self.n_fit * share))
-        rows = [*range(n_fit), *range(self.n_fit, self.rows)]
-        return CalibrationSet({k: v[rows] for k, v in self.inputs.items()}, n_fit, len(rows), self.packed)
-
     def mask(self) -> Tensor | None:
         """Return the attention mask (rows, T), nonzero at real tokens; None if the inputs are not padded."""
         return self.inputs.get("attention_mask")

@@ -112,6 +112,31 @@ class ChunkedLMHead:
         return (difference_N / mass_N - top_N - mass_N.log() + other_total_N).clamp_min(0.0)
 
     @torch.no_grad()
+    def divergence_gradient(self, hidden_ND: Tensor, other_ND: Tensor) -> Tensor:
+        """Return d KL(p || q) / d other of each token, (N, D), where q is the distribution of `other_ND`; see
+        `divergences`.
+
+        It is sum_v (q_v - p_v) c_v W_v, where c is the slope of the soft cap, 1 without one.
+        """
+        pairs = zip(torch.split(hidden_ND, ROWS_PER_PASS), torch.split(other_ND, ROWS_PER_PASS))
+        return torch.cat([self._divergence_gradient(h.to(self.device), other.to(self.device)) for h, other in pairs])
+
+    def _divergence_gradient(self, hidden_ND: Tensor, other_ND: Tensor) -> Tensor:
+        top_2N = hidden_ND.new_full((2, len(hidden_ND)), -torch.inf)
+        mass_2N, sum_2ND = torch.zeros_like(top_2N), hidden_ND.new_zeros(2, *hidden_ND.shape)
+        for _, weight, bias in self.slices(2 * len(hidden_ND)):
+            logits_2NV = torch.stack([self.logits(x, weight, bias) for x in (hidden_ND, other_ND)])
+            slope_NV = 1.0 if self.cap is None else 1 - (logits_2NV[1] / self.cap).square()
+            higher_2N = torch.maximum(top_2N, logits_2NV.amax(-1))
+            shrink_2N = (top_2N - higher_2N).exp()
+            weight_2NV = logits_2NV.sub_(higher_2N[..., None]).exp_()
+            mass_2N = mass_2N * shrink_2N + weight_2NV.sum(-1)
+            sum_2ND = sum_2ND * shrink_2N[..., None] + (weight_2NV * slope_NV) @ weight
+            top_2N = higher_2N
+        mean_2ND = sum_2ND / mass_2N[..., None]
+        return mean_2ND[1] - mean_2ND[0]
+
+    @torch.no_grad()
     def output_gradient(self, hidden_ND: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         """Return d loss / d hidden (N, D), the log-sum-exp of the logits (N,), and the labels (N,), sampled from the
         model.

@@ -10,7 +10,7 @@ ALLOCATIONS = {
     "uniform": "the same share of every matrix",
     "measured": "more for matrices whose errors fall most with rank",
 }
-HYBRIDS = {"aligned": "no softmax", "every": "evenly spaced", "measured": "measured"}
+HYBRIDS = {"aligned": "no softmax", "near": "no softmax", "every": "evenly spaced", "measured": "measured"}
 SOFTMAX_STAGE = "softmax heads, "  # begins the names of stages that initialize the softmax heads of a hybrid by heads
 
 

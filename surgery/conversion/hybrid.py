@@ -1,5 +1,5 @@
 """Choose the key/value heads that keep softmax in a hybrid model, by sensitivity; layers are chosen by
-surgery.conversion.restored.
+surgery.conversion.gated or surgery.conversion.restored.
 
 Two choices are compared by held-out loss: the heads that are most sensitive, and as many evenly spaced ones. The
 sensitivity of a head is the relative change of its layer's output, the residual stream y behind the layer, if this head

@@ -41,7 +41,7 @@ def check_far_context(inputs: dict[str, Tensor], recipe: ConversionRecipe) -> No
     length, near = inputs["input_ids"].shape[1] if "input_ids" in inputs else None, NEAR.window + NEAR.sinks
     if length is not None and length <= near:
         raise SurgeryError(
-            f"attention.hybrid choose_by: measured ranks layers by what is more than {NEAR.window} tokens back, and "
+            f"attention.hybrid choose_by: {hybrid.choose_by} ranks layers by what is more than {NEAR.window} tokens back, and "
             "the windows of the "
             f"calibration text have {length} tokens. Set length above {near}, or attention.hybrid.choose_by to every"
         )
@@ -56,9 +56,8 @@ def check_needs_no_calibration(recipe: ConversionRecipe, hint: str = GIVE_CALIBR
         )
     if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.is_measured:
         raise SurgeryError(
-            f"attention.hybrid choose_by: measured needs calibration text, and there is none. {hint}, or set "
-            "attention.hybrid.choose_by to "
-            "every"
+            f"attention.hybrid choose_by: {recipe.attention.hybrid.choose_by} needs calibration text, and there is none. "
+            f"{hint}, or set attention.hybrid.choose_by to every"
         )
 
 
@@ -132,7 +131,7 @@ def check_disk_space(source: CheckpointSource, plan: Plan, recipe: ConversionRec
     """Raise SurgeryError if the conversion would write more bytes than are free, files of an interrupted run included.
 
     The estimate adds the tensors that stay (in the stored dtype), the structured ones in float32, the Gram matrices,
-    sampled text, and the aligned attention of a hybrid whose layers are chosen by measurements. Tuning of the whole
+    sampled text, and the aligned attention of a hybrid whose layers are chosen by restoring them. Tuning of the whole
     model doubles it.
     """
     unchanged = (
@@ -145,7 +144,7 @@ def check_disk_space(source: CheckpointSource, plan: Plan, recipe: ConversionRec
         limit = recipe.fitted_tokens // 4 if recipe.curvature == "auto" else 2**62
         needed += sum(4 * (target.out**2 if target.out <= limit else target.out) for target in plan.replaced_targets())
     hybrid = recipe.attention.hybrid if recipe.attention else None
-    if hybrid is not None and hybrid.is_measured and not hybrid.of_heads:
+    if hybrid is not None and hybrid.softmax is not None and hybrid.choose_by == "restored":
         attention = {target.output for target in plan.attention_targets.values()}
         inside = tuple(f"{target.path}." for target in plan.attention_targets.values())
         needed += sum(

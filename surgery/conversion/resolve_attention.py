@@ -9,6 +9,7 @@ from typing import Any
 
 from surgery.conversion.choices import hybrid_lines, score_rank_lines
 from surgery.conversion.context import ConversionContext
+from surgery.conversion.gated import choose_gated
 from surgery.conversion.hybrid import choose_heads
 from surgery.conversion.restored import choose_restored
 from surgery.core.journal import Journal
@@ -52,7 +53,9 @@ def resolve_attention_plan(ctx: ConversionContext, journal: Journal) -> tuple[Pl
 
 def _choose(ctx: ConversionContext, hybrid: HybridRecipe, journal: Journal) -> dict[str, Any]:
     """Return the report's "hybrid" entry of a choice by measurements."""
-    return choose_heads(ctx, hybrid) if hybrid.of_heads else choose_restored(ctx, hybrid, journal)
+    if hybrid.of_heads:
+        return choose_heads(ctx, hybrid)
+    return choose_restored(ctx, hybrid, journal) if hybrid.choose_by == "restored" else choose_gated(ctx, hybrid)
 
 
 def _entry(journal: Journal, step: str) -> dict[str, Any]:

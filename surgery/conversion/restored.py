@@ -48,7 +48,7 @@ from surgery.conversion.mixer_init.base import ERROR_CAP
 from surgery.conversion.score import HeldOutScore
 from surgery.conversion.streams import Contexts, FinalStates, Layer, Streams
 from surgery.core.journal import Journal
-from surgery.mixers import MIXERS
+from surgery.mixers import MIXERS, Mixer
 from surgery.mixers.sliding_window import Window
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.attention_recipe import HybridRecipe
@@ -193,6 +193,20 @@ class DivergenceScorer:
         self.weight_BT = gap_BT / mean if is_used else None
         return is_used
 
+    def gradient(self, original_BTD: Tensor, variant_BTD: Tensor) -> Tensor:
+        """Return the gradient of the weighted mean divergence with respect to `variant_BTD`, in its shape."""
+        original_BTX, variant_BTX = tokens_of(original_BTD), tokens_of(variant_BTD)
+        real_BT = self.real_tokens(original_BTX)
+        original_NX, variant_NX = (x[real_BT.to(x.device)] for x in (original_BTX, variant_BTX))
+        if self.head is not None:
+            gradient_NX = self.head.divergence_gradient(original_NX, variant_NX)
+        else:
+            gradient_NX = 2 * (variant_NX - original_NX) / original_NX.square().sum(-1).mean().clamp_min(1e-30)
+        weight_N1 = torch.ones(len(gradient_NX), 1) if self.weight_BT is None else self.weight_BT[real_BT][:, None]
+        out_BTX = torch.zeros_like(variant_BTX)
+        out_BTX[real_BT.to(out_BTX.device)] = (gradient_NX * weight_N1.to(gradient_NX) / len(gradient_NX)).to(out_BTX)
+        return out_BTX.reshape(variant_BTD.shape)
+
     def score(self, original_BTD: Tensor, variant_BTD: Tensor) -> HeldOutScore:
         """Return the weighted mean divergence, with its standard error over rows; `original` is 0."""
         found_BT = self.by_token(original_BTD, variant_BTD)
@@ -206,6 +220,34 @@ class DivergenceScorer:
 def tokens_of(x_BTD: Tensor) -> Tensor:
     """Return an output as (B, T, X); an output without a token axis, such as an image's classes, gets T = 1."""
     return x_BTD[:, None] if x_BTD.dim() == 2 else x_BTD.flatten(2)
+
+
+def near_mixer(target: AttentionTarget, device: torch.device) -> Mixer:
+    """Return the attention that sees the near tokens only."""
+    return MIXERS[NEAR](NEAR, target.shape).to(device)
+
+
+def weight_tokens(
+    ctx: ConversionContext, scored: CalibrationSet, scorer: DivergenceScorer, layers: list[str]
+) -> tuple[str, FinalStates]:
+    """Set the scorer's weights; return the weights in use, "far" or "even", and what reaches the head of "original" and
+    of "near", in which `layers` see the near tokens only.
+    """
+
+    def load(target: AttentionTarget) -> Replace:
+        mixer = near_mixer(target, ctx.device)
+        return lambda: all_attention_replaced(ctx.model, {target.path: mixer})
+
+    with ctx.progress.bar("finding tokens with distant context", len(ctx.plan.layout.layers)) as tick:
+        final = VariantPass(ctx, {"near": Variant(frozenset(layers))}, load).run(scored, tick)
+    if scorer.weight_by_gap(final["original"], final["near"]):
+        return "far", final
+    ctx.progress.say(
+        f"note: attention.hybrid: the original predicts the scored text from the last {NEAR.window} tokens as well as "
+        "from all tokens, so no token shows which layers need softmax. All tokens get the same weight. Longer windows "
+        "of calibration text (length) may help"
+    )
+    return "even", final
 
 
 # -- the choice ------------------------------------------------------------------------------------
@@ -222,7 +264,7 @@ class Restoration:
     def run(self) -> dict[str, Any]:
         """Return the report's "hybrid" entry."""
         alignment = self.student.align()
-        weights = self._weight_tokens()
+        weights, _ = weight_tokens(self.ctx, self.scored, self.scorer, self.layers)
         restored: list[str] = []
         rounds: list[dict[str, Any]] = []
         for _ in range(self.hybrid.softmax_count(len(self.layers))):
@@ -243,27 +285,6 @@ class Restoration:
             "repeated_rows": self.repeated_rows,
             **{name: {"softmax": sorted(choices[name], key=self.layers.index), **scores[name]} for name in scores},
         }
-
-    def _weight_tokens(self) -> str:
-        """Set the scorer's weights; return the weights in use, "far" or "even"."""
-        ctx = self.ctx
-
-        def load(target: AttentionTarget) -> Replace:
-            mixer = MIXERS[NEAR](NEAR, target.shape).to(ctx.device)
-            return lambda: all_attention_replaced(ctx.model, {target.path: mixer})
-
-        with ctx.progress.bar("finding tokens with distant context", len(ctx.plan.layout.layers)) as tick:
-            final = VariantPass(ctx, {"near": Variant(frozenset(self.layers))}, load).run(self.scored, tick)
-        if self.scorer.weight_by_gap(final["original"], final["near"]):
-            return "far"
-        ctx.progress.say(
-            f"note: attention.hybrid: the original predicts the held-out text from the last {NEAR.window} tokens as "
-            "well as from all "
-            "tokens, so no token shows which layers need softmax. All tokens get the same weight. Longer windows of "
-            "calibration text "
-            "(length) may help"
-        )
-        return "even"
 
     def _round(self, restored: list[str]) -> dict[str, Any]:
         """Return the round that follows the choice `restored`: its journal entry and the layer that it adds.

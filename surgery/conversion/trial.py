@@ -36,8 +36,6 @@ from surgery.planning.weights import target_weight
 from surgery.structures import Metric, StructureConfig
 from surgery.structures.metric import add_moment_, damp_, damp_output_gram
 
-TRIAL_SHARE = 0.25  # fraction of the samples to fit that a trial uses
-
 
 def sequential_trial(ctx: ConversionContext, budgets: dict[str, float], done: Callable[[], None]) -> HeldOutScore:
     """Return the held-out score of a sequential conversion whose result is discarded. done: called after each layer.
@@ -257,22 +255,22 @@ def choose_allocation(
 
     plans: see `QuickTrial`.
 
-    Trials fit to a quarter of the samples and are scored on all held-out samples. If the quick trial prefers the
-    uniform allocation, although the Fisher pass predicts otherwise, sequential trials decide: they also account for
-    layers that compensate the errors below them (docs/quality.md).
+    Trials fit to all samples that the conversion fits to. Fitted to a part of them, matrices overfit it, and the trial
+    can prefer the worse allocation (docs/measurements/quality.md). If the quick trial prefers the uniform allocation,
+    although the Fisher pass predicts otherwise, sequential trials decide: they also account for layers that compensate
+    the errors below them.
     """
-    few, layers, how = ctx.samples.subset(TRIAL_SHARE), len(ctx.plan.layout.layers), "quick trials"
-    trial = replace(ctx, data=few)
+    layers, how = len(ctx.plan.layout.layers), "quick trials"
     with ctx.progress.bar("trying allocations of ranks", layers) as tick:
-        scores = QuickTrial(trial, contenders, tick, plans).run()
+        scores = QuickTrial(ctx, contenders, tick, plans).run()
     contradicts = scores["uniform"].converted < scores["measured"].converted
     if contradicts and ctx.recipe.calibrate == "sequential":
         how = "sequential trials"
         with ctx.progress.bar("trying allocations layer by layer", layers * len(contenders)) as tick:
             for name, budgets in contenders.items():
-                plan = (plans or {}).get(name, trial.plan)
-                scores[name] = sequential_trial(replace(trial, plan=plan), budgets, tick)
+                plan = (plans or {}).get(name, ctx.plan)
+                scores[name] = sequential_trial(replace(ctx, plan=plan), budgets, tick)
     best = min(scores, key=lambda name: scores[name].converted)
-    allocation: dict[str, Any] = {"kept": best, "why": f"held-out loss of {how} on {few.tokens():,} tokens"}
+    allocation: dict[str, Any] = {"kept": best, "why": f"held-out loss of {how} on {ctx.samples.tokens():,} tokens"}
     allocation.update({name: result.to_dict() for name, result in scores.items()})
     return contenders[best], allocation

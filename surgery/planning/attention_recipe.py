@@ -29,13 +29,14 @@ from surgery.planning.renamed import renew_attention, warn_renamed
 class HybridRecipe(BaseModel):
     """Which layers, or which key/value heads of all layers, keep softmax attention.
 
-    softmax: fraction of the units that keep it. unit: "layers" or "heads"; a key/value head comes with the query heads
-    that read it. choose_by: "measured" tries on the calibration text which units matter, and evenly spaced ones as
-    well, and keeps the better choice: of layers those whose softmax attention lowers the KL divergence of a briefly
-    aligned student most (surgery.conversion.restored), of heads those whose own replacement changes their layer's
-    output most (surgery.conversion.hybrid). "every" keeps evenly spaced layers, or heads in the order of layers and
-    heads. layers: numbers of the layers that keep softmax, instead of softmax and choose_by. heads: layer -> numbers of
-    its key/value heads that keep it, instead of them.
+    softmax: fraction of the units that keep it. unit: "layers" or "heads"; a key/value head comes with the query
+    heads that read it. choose_by: "measured" tries on the calibration text which units matter, and evenly spaced
+    ones as well, and keeps the better choice: of layers those whose softmax attention lowers the KL divergence of a
+    student with windows most, by its gradient (surgery.conversion.gated), of heads those whose own replacement
+    changes their layer's output most (surgery.conversion.hybrid). "restored" measures layers one by one in a
+    student with briefly aligned mixers (surgery.conversion.restored), at many times the cost. "every" keeps evenly
+    spaced layers, or heads in the order of layers and heads. layers: numbers of the layers that keep softmax,
+    instead of softmax and choose_by. heads: layer -> numbers of its key/value heads that keep it, instead of them.
 
     rope, scale, trained_length: options of the softmax that is kept (surgery.mixers.softmax). rope: "drop" uses q and k
     before RoPE. scale: "length" scales the logits of queries beyond the trained length, which is `trained_length`
@@ -45,7 +46,7 @@ class HybridRecipe(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     softmax: Annotated[float, Field(gt=0, lt=1)] | None = None
-    choose_by: Literal["measured", "every"] = "measured"
+    choose_by: Literal["measured", "restored", "every"] = "measured"
     layers: tuple[int, ...] | None = None
     unit: Literal["layers", "heads"] = "layers"
     heads: dict[Annotated[int, Field(ge=0)], tuple[Annotated[int, Field(ge=0)], ...]] | None = None
@@ -83,6 +84,11 @@ class HybridRecipe(BaseModel):
                     f"attention.hybrid.heads: layer {layer} must have numbers of key/value heads in order and without "
                     f"repeats (got {list(heads)})"
                 )
+        if self.of_heads and self.choose_by == "restored":
+            raise SurgeryError(
+                "attention.hybrid: choose_by: restored chooses whole layers, and unit: heads asks for a choice of heads. "
+                "Set choose_by: measured, or unit: layers"
+            )
         if self.trained_length is not None and self.scale == "none":
             raise SurgeryError(
                 "attention.hybrid: trained_length is an option of scale: length. Set that too, or leave it out"
@@ -106,7 +112,7 @@ class HybridRecipe(BaseModel):
     @property
     def is_measured(self) -> bool:
         """Whether the layers or heads are chosen by measurements on text during the conversion."""
-        return self.softmax is not None and self.choose_by == "measured"
+        return self.softmax is not None and self.choose_by != "every"
 
     def kept_softmax(self, max_positions: int | None) -> Softmax:
         """Return the config of the softmax that is kept. max_positions: of the model's config, None if it has none."""

@@ -30,17 +30,17 @@ MIXED = {
     "rules": [{"match": "attention.value", "structure": "pivoted_low_rank"}],
     "sweeps": 1,
 }
-RESTORED, HEADS = (
+GATED, RESTORED, HEADS = (
     {
         "structure": "dense",
         "attention": {
             "mixer": "linear",
             "mask": "gates",
             "steps": 4,
-            "hybrid": {"softmax": 0.5, "choose_by": "measured", "unit": unit},
+            "hybrid": {"softmax": 0.5, "choose_by": choose_by, "unit": unit},
         },
     }
-    for unit in ("layers", "heads")
+    for choose_by, unit in (("measured", "layers"), ("restored", "layers"), ("measured", "heads"))
 )
 
 # The projection of the delta rule's step sizes may stay as it was drawn, after trials in which each process draws others.
@@ -83,12 +83,13 @@ def run_conversion(checkpoint, inputs, out, recipe, count=1, resume=False):
     [
         (MIXED, None, 2),
         (RESTORED, "llama", 3),
+        (GATED, "llama", 2),
         (HEADS, "llama", 2),
         (DELTA, "llama", 2),
         ({**MIXED, "allocate": "measured"}, "llama", 2),
         ({"structure": "btt", "blocks": [2, 2], "order": "strided", "keep": 0.6, "sweeps": 1}, "llama", 2),
     ],
-    ids=["without text", "layers", "heads", "drawn", "trials", "strided"],
+    ids=["without text", "restored", "layers", "heads", "drawn", "trials", "strided"],
 )
 def test_the_same_bytes_as_one_process(recipe, family, count, checkpoints, calibration, tmp_path):
     checkpoint, inputs = checkpoints(family or "llama"), calibration(family) if family else None

@@ -135,7 +135,8 @@ def stories(tmp_path_factory):
 
 
 def stories_recipe(stories, mixer=WINDOWED, **hybrid):
-    return make_recipe(structure="dense", attention={**mixer, "hybrid": hybrid}, calibration=stories)
+    attention = {**mixer, "hybrid": {"choose_by": "restored", **hybrid}}
+    return make_recipe(structure="dense", attention=attention, calibration=stories)
 
 
 def test_the_same_choice_twice_and_after_an_interruption(stories, tmp_path, monkeypatch):
@@ -227,7 +228,7 @@ def test_families(family, checkpoints, calibration, tmp_path, monkeypatch):
     images.
     """
     choose_layers_quickly(monkeypatch)
-    attention = {"mixer": "linear", "mask": "decay", "steps": 4, "hybrid": {"softmax": 0.5}}
+    attention = {"mixer": "linear", "mask": "decay", "steps": 4, "hybrid": {"softmax": 0.5, "choose_by": "restored"}}
     recipe = make_recipe(structure="dense", attention=attention, calibration=calibration(family))
     told = convert(str(checkpoints(family)), recipe, tmp_path / "out")["hybrid"]
     assert told["weights"] == "far" and len(told["softmax"]) == 1
@@ -245,7 +246,7 @@ def test_padding_changes_nothing(side, tmp_path, monkeypatch):
     ids_BT = tiny_inputs("llama", 6, 96)["input_ids"]
     mask_BT = torch.ones_like(ids_BT)
     mask_BT[:, slice(90, None) if side == "right" else slice(6)] = 0
-    hybrid = {"softmax": 0.5, "choose_by": "measured"}
+    hybrid = {"softmax": 0.5, "choose_by": "restored"}
     told = []
     for filler in (3, 50):
         inputs = {"input_ids": ids_BT.masked_fill(mask_BT == 0, filler), "attention_mask": mask_BT}
@@ -276,11 +277,12 @@ def test_the_aligned_layers_count_as_bytes_to_write(family, checkpoints, calibra
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     choose_layers_quickly(monkeypatch)
     wanted = {}
-    for choose_by in ("every", "measured"):
+    for choose_by in ("every", "measured", "restored"):
         hybrid = {"softmax": 0.5, "choose_by": choose_by}
         attention = {"mixer": "linear", "mask": "decay", "hybrid": hybrid}
         recipe = make_recipe(structure="dense", attention=attention, calibration=calibration(family))
         with pytest.raises(SurgeryError, match="writes up to") as error:
             convert(str(checkpoints(family)), recipe, tmp_path / "out")
         wanted[choose_by] = int(str(error.value).split("up to ")[1].split(".")[0])
-    assert wanted["measured"] - wanted["every"] == 4 * 2 * 4 * 32 * 32  # bytes x layers x projections
+    assert wanted["measured"] == wanted["every"]  # no layer is aligned
+    assert wanted["restored"] - wanted["every"] == 4 * 2 * 4 * 32 * 32  # bytes x layers x projections

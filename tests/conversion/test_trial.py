@@ -8,7 +8,6 @@ from helpers.small import make_recipe, tiny_config, tiny_inputs
 from safetensors.torch import save_file
 
 from surgery.conversion import trial
-from surgery.conversion import trial as budget
 from surgery.conversion.choices import allocation_lines
 from surgery.conversion.convert import convert
 from surgery.conversion.score import HeldOutScore
@@ -36,7 +35,7 @@ def test_a_quick_trial_gathers_the_original_inputs(family, padded, checkpoints, 
 
     monkeypatch.setattr(trial, "quick_fit", look)
     inputs, _ = conversion(family, checkpoints, tmp_path, padded, keep=0.6, damping=1e-6)
-    rows = round(6 * budget.TRIAL_SHARE)
+    rows = 6
     model = tiny_config(family)[0].from_pretrained(checkpoints(family), dtype=torch.float32).eval()
     found = {}
     for path in seen:
@@ -53,8 +52,7 @@ def test_a_quick_trial_gathers_the_original_inputs(family, padded, checkpoints, 
 
 
 @pytest.mark.parametrize("family", ["llama", "bert", "t5"])
-def test_on_all_the_text_a_quick_trial_is_an_independent_conversion(family, checkpoints, tmp_path, monkeypatch):
-    monkeypatch.setattr(budget, "TRIAL_SHARE", 1.0)
+def test_a_quick_trial_is_an_independent_conversion(family, checkpoints, tmp_path):
     _, report = conversion(family, checkpoints, tmp_path, family == "bert", keep=0.5, calibrate="independent")
     found, expected = report["allocation"][report["allocation"]["kept"]], report["held_out"]
     assert "quick trials" in report["allocation"]["why"]

@@ -6,6 +6,7 @@ from surgery.conversion.aligned import ALIGN_STEPS, ALIGN_TOKENS
 from surgery.conversion.estimation.counting import Work
 from surgery.conversion.estimation.shape import LayerKind, TextRows
 from surgery.conversion.estimation.steps import Step, StepEstimates
+from surgery.conversion.gated import ROUNDS, count_rows_to_score
 from surgery.conversion.hybrid import TRIAL_STEPS_SHARE
 from surgery.conversion.mixer_init.linear import PROFILE_SAMPLES, SHARPNESS
 from surgery.mixers import MIXERS
@@ -54,12 +55,28 @@ def mixer_step(steps: StepEstimates, rows: TextRows) -> Step:
     return Step("mixers", seconds, peak + steps.hidden(2 * rows.tokens, 2)[0])
 
 
+def gated_step(steps: StepEstimates, count: int, rows: TextRows) -> Step:
+    """The choice of `count` softmax layers by gradients: the original runs twice, the student once with windows, in
+    each round forward, again and back, and once with each of two choices.
+    """
+    setting, length, rounds = steps.setting, rows.length, min(ROUNDS, count)
+    tokens = float(count_rows_to_score(rows.fit + rows.held, length) * length)
+    forward = steps.per_layer(lambda kind: setting.seconds(steps.forward(kind, tokens, length) + steps.load(kind)))
+    backward = steps.per_layer(lambda kind: setting.seconds(steps.forward(kind, tokens, length, backward=True)))
+    seconds = 5 * forward + rounds * (forward + backward) + setting.seconds(steps.head(tokens, 6 + 4 * rounds))
+    peak = max(4.0 * kind.params + 6 * steps.activations(kind, length, backward=True) for kind in steps.shape.kinds)
+    device, host, files = steps.hidden(tokens, steps.shape.layers + 3)
+    return Step("hybrid", seconds, peak + device, host, files)
+
+
 def hybrid_step(steps: StepEstimates, hybrid: HybridRecipe, rows: TextRows) -> Step:
     """The choice of the layers or heads that keep softmax, by measurement."""
     setting, kinds, length = steps.setting, [k for k in steps.shape.kinds if k.target is not None], rows.length
     attention = steps.recipe.attention
     assert attention is not None
     layers = sum(kind.count for kind in kinds)
+    if hybrid.choose_by == "measured" and not hybrid.of_heads:
+        return gated_step(steps, hybrid.softmax_count(layers), rows)
     local = TRIAL_STEPS_SHARE * attention.steps
     every = steps.per_layer(lambda kind: setting.seconds(steps.forward(kind, rows.tokens, length) + steps.load(kind)))
     of_held = steps.per_layer(lambda kind: setting.seconds(steps.forward(kind, rows.held_tokens, length)))

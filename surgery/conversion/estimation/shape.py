@@ -98,10 +98,6 @@ class TextRows:
         """All tokens."""
         return self.fit_tokens + self.held_tokens
 
-    def part(self, share: float) -> TextRows:
-        """Return a share of the rows to fit to, and all held-out rows."""
-        return replace(self, fit=max(1, round(self.fit * share)))
-
 
 @dataclass(frozen=True)
 class ConversionShape:

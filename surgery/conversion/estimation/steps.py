@@ -22,7 +22,6 @@ from surgery.conversion.estimation.fits import (
 from surgery.conversion.estimation.shape import ConversionShape, LayerKind, StageShape, TextRows
 from surgery.conversion.estimation.speeds import Speeds
 from surgery.conversion.generated import rows_together
-from surgery.conversion.trial import TRIAL_SHARE
 from surgery.core.distributed import DistContext
 from surgery.planning.targets import LinearTarget
 from surgery.structures.shared_basis import STEPS
@@ -250,12 +249,12 @@ class StepEstimates:
         return Step("budgets", seconds, max(peak, self.head_bytes(tokens)) + device, host, 0 if fits else saved)
 
     def trial(self, rows: TextRows) -> Step:
-        """The trial of two allocations on a quarter of the rows (surgery.conversion.trial)."""
-        setting, few = self.setting, rows.part(TRIAL_SHARE)
+        """The trial of two allocations (surgery.conversion.trial)."""
+        setting = self.setting
         length, run = (
             rows.length,
-            few.fit_tokens * setting.share(few.fit, rows.length)
-            + 3 * few.held_tokens * setting.share(few.held, rows.length),
+            rows.fit_tokens * setting.share(rows.fit, rows.length)
+            + 3 * rows.held_tokens * setting.share(rows.held, rows.length),
         )
         seconds, peak = 0.0, 0.0
         for kind in self.shape.kinds:
@@ -269,7 +268,7 @@ class StepEstimates:
             for stage in kind.stages:
                 works, at_most = count_quick_fits(self.tasks(stage, rows), setting.device, min(setting.sweeps, 1))
                 jobs += self.fit_jobs(stage, tuple(w.times(2) for w in works))  # two allocations
-                work += moment_work(stage.in_, few.fit_tokens * setting.share(few.fit, length) * stage.share).times(
+                work += moment_work(stage.in_, rows.fit_tokens * setting.share(rows.fit, length) * stage.share).times(
                     stage.count
                 )
                 moments, temporary = moments + 4.0 * stage.count * stage.in_**2, max(temporary, at_most)
@@ -278,9 +277,9 @@ class StepEstimates:
             grams = self.gram_bytes(kind, rows)
             chunk = self.activations(kind, self.chunk(run, length))
             peak = max(peak, 4.0 * kind.params + grams + max(moments + temporary + dense / 2, dense + chunk))
-        device, host, _ = self.hidden(few.fit_tokens + 3 * few.held_tokens, 2)
-        seconds += setting.seconds(self.head(3 * few.held_tokens, 1))
-        return Step("trial", seconds, max(peak, self.head_bytes(few.held_tokens)) + device, host)
+        device, host, _ = self.hidden(rows.fit_tokens + 3 * rows.held_tokens, 2)
+        seconds += setting.seconds(self.head(3 * rows.held_tokens, 1))
+        return Step("trial", seconds, max(peak, self.head_bytes(rows.held_tokens)) + device, host)
 
     def gram_bytes(self, kind: LayerKind, rows: TextRows) -> float:
         """Return the bytes of a layer's output Gram matrices."""
