@@ -272,7 +272,6 @@ def fit_result(target: LinearTarget, best: Candidate, stored: torch.dtype, secon
                 f"dense (a rule {{match: {target.linear.path}, structure: dense}}), or convert from a checkpoint in "
                 "bfloat16 or float32"
             )
-    params, macs = linear.cost() if linear is not None else (target.numel, target.numel)
     share = {"share": "experts"} if target.basis else {"share": "input"} if target.joined else {}
     record = FitRecord(
         name=target.name,
@@ -280,9 +279,9 @@ def fit_result(target: LinearTarget, best: Candidate, stored: torch.dtype, secon
         structure={**linear.config.to_dict(), **share} if linear is not None else {"structure": "dense"},
         shape=(target.out, target.in_),
         params_before=target.numel,
-        params_after=target.params(linear.config) if linear is not None else params,
+        params_after=target.params(linear.config) if linear is not None else target.numel,
         macs_before=target.numel,
-        macs_after=macs,
+        macs_after=target.macs(linear) if linear is not None else target.numel,
         error=best.error,
         start=best.start,
         sweeps=best.sweeps,

@@ -96,7 +96,7 @@ def build_module(
     """Build the module of a table entry.
 
     The entry is {"structure": .., "in_features": .., "out_features": .., "bias": ..}, where the structure may be
-    "dense" or "folded" (GuardedLinear), or {"structure": "split", "parts": {role: entry}, "order": [role, ..], "heads":
+    "dense" or "folded" (GuardedLinear), "pruned" (a linear of a pruned MLP), or {"structure": "split", "parts": {role: entry}, "order": [role, ..], "heads":
     ..}. The order of the parts is a list because transformers sorts the keys of config.json
     (PreTrainedConfig.to_json_string in
     https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/configuration_utils.py). With `bits`, and
@@ -107,6 +107,7 @@ def build_module(
     of a group, {"structure": "joined", sizes, "first": name of the first, "start": first row in B} of the others.
     Raises SurgeryError if the entry is invalid.
     """
+    transposed = bool(spec.get("transposed"))
     spec = {k: v for k, v in spec.items() if k not in ("file_name", "transposed")}
     if "bits" in spec or "group" in spec:
         return _build_quantized(spec, device, dtype)
@@ -128,6 +129,8 @@ def build_module(
         return nn.Linear(in_, out, bias=bias, **factory)
     if spec["structure"] == "folded":
         return GuardedLinear(in_, out, bias=bias, **factory)
+    if is_pruned(spec):
+        return _build_pruned(in_, out, bias, transposed, factory)
     config = config_from_dict(spec)
     structure: Any = SharedLowRankLinear if share else STRUCTURES[config]
     if isinstance(getattr(config, "blocks", None), str):
@@ -166,6 +169,31 @@ def _build_joined(spec: dict[str, Any], device: str | torch.device, dtype: torch
     made = JoinedLinear(in_, out, start, joined, first, spec["bias"], device=device, dtype=dtype)
     made.members = tuple(members or ())
     return made
+
+
+def _build_pruned(in_: int, out: int, bias: bool, transposed: bool, factory: dict[str, Any]) -> nn.Module:
+    """Return a linear of a pruned MLP: of the kind that it replaces, with fewer inputs or outputs."""
+    if not transposed:
+        return nn.Linear(in_, out, bias=bias, **factory)
+    from transformers.pytorch_utils import Conv1D
+
+    conv1d: Any = Conv1D
+    with torch.device(factory["device"]):
+        linear: nn.Module = conv1d(out, in_)
+    if not bias:
+        linear.bias = None  # type: ignore[assignment]
+    return linear.to(dtype=factory["dtype"])
+
+
+def is_pruned(spec: dict[str, Any]) -> bool:
+    """Return whether a table entry is that of a linear of a pruned MLP."""
+    return spec.get("structure") == "pruned"
+
+
+def fewer_features(spec: dict[str, Any], in_: int, out: int) -> bool:
+    """Return whether an entry of a pruned MLP suits a linear (out, in): it has fewer inputs, or fewer outputs, or all."""
+    sizes = (spec["in_features"], in_), (spec["out_features"], out)
+    return all(stored <= whole for stored, whole in sizes) and any(stored == whole for stored, whole in sizes)
 
 
 def is_joined(spec: dict[str, Any]) -> bool:
@@ -249,7 +277,7 @@ REPLACED = (
     GuardedLinear,
     QuantizedLinear,
 )  # what replaces a linear in a converted model
-UNJOINED = ("split", "joined", "dense", "folded")  # what cannot be the matrix of joined linears
+UNJOINED = ("split", "joined", "dense", "folded", "pruned")  # what cannot be the matrix of joined linears
 MAX_FEATURES = 2**26  # more features than any model has
 
 

@@ -57,11 +57,12 @@ def _plan_row(target: LinearTarget) -> dict[str, Any]:
     if target.preview is None:
         return {**row, "structure": "dense", "after": target.numel, "macs": round(target.numel * target.linear.active)}
     label = describe_structure(_preview_dict(target) or {}) if len(target.configs) == 1 or target.options else "auto"
-    _, macs = _structure_cost(target.preview, target.out, target.in_)
+    after = target.params(target.preview)
+    macs = after if target.neurons else _structure_cost(target.preview, target.out, target.in_)[1]
     return {
         **row,
         "structure": label,
-        "after": target.params(target.preview),
+        "after": after,
         "macs": round(macs * target.linear.active),
     }
 
@@ -114,6 +115,8 @@ def describe_structure(structure: dict[str, Any]) -> str:
         words.append("ranks " + "+".join(str(n) for n in structure["ranks"]))
     elif structure.get("rank") is not None and (structure["structure"] != "monarch" or structure["rank"] != 1):
         words.append(f"rank {structure['rank']}")
+    if isinstance(structure.get("width"), int):
+        words.append(f"width {structure['width']}")
     if structure.get("order") == "strided":
         words.append("strided")
     return " ".join(words)
@@ -265,9 +268,11 @@ def report_linears(report: dict[str, Any], source: CheckpointSource) -> dict[str
 
 
 def record_paths(name: str) -> list[str]:
-    """Return the paths of the linears of a record: one, or those that a matrix joins (a.q_proj+k_proj+v_proj)."""
+    """Return the paths of the linears of a record: one, those that a matrix joins (a.q_proj+k_proj+v_proj), or those of
+    a pruned MLP.
+    """
     first, *others = name.partition(":")[0].split("+")
-    return [first, *(sibling(first, leaf) for leaf in others)]
+    return [first, *(other if "." in other else sibling(first, other) for other in others)]
 
 
 def inspect_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
