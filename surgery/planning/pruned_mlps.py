@@ -63,6 +63,12 @@ def find_pruned_mlps(
     for mlp in pruned:
         _check_settings(mlp, settings)
         _check_shapes(mlp, model)
+    shares = {one.keep for mlp in pruned for one in settings[mlp.down.path] if one.width == "uniform"}
+    if len(shares) > 1:
+        raise SurgeryError(
+            f"plan: width: uniform gives all MLPs one width, and rules give them different shares (keep "
+            f"{', '.join(f'{share:g}' for share in sorted(shares))}). Give one keep, or leave width out"
+        )
     inside = {linear.path for mlp in pruned for linear in mlp.linears}
     others = [linear for linear in chosen if linear.path not in inside]
     for linear in others:

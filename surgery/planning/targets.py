@@ -126,6 +126,11 @@ class LinearTarget:
             is_given(getattr(config, key, None)) for config in self.configs for key in SIZE_KEYS
         )
 
+    @property
+    def has_uniform_width(self) -> bool:
+        """Whether all pruned MLPs get one width, which the budget chooses."""
+        return any(getattr(config, "width", None) == "uniform" for config in self.configs)
+
     def uniform_budget(self) -> float:
         """Return the number of parameters under a uniform allocation."""
         return self.keep * self.numel if self.configs else self.numel

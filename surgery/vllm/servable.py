@@ -22,7 +22,7 @@ from surgery.mixers.head_hybrid import HeadHybrid
 from surgery.mixers.linear_config import LinearAttention
 from surgery.mixers.masks.base import MASKS
 from surgery.mixers.softmax import Softmax, describe_softmax
-from surgery.modeling.modules import build_module, shares_basis
+from surgery.modeling.modules import build_module, is_pruned, shares_basis
 from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.modeling.quantizer import replace_modules, split_named_experts
 
@@ -90,6 +90,11 @@ def check_config(config: dict[str, Any], name: str) -> ServedTable:
                 f"{name}, {path}: the linear is stored as integers, which vLLM's plugin does not serve. Serve the "
                 "checkpoint that it was "
                 "made from, or use `transformers serve`"
+            )
+        if is_pruned(entry):
+            raise SurgeryError(
+                f"{name}, {path}: the MLPs have different widths, which vLLM's classes have no place for. Convert with "
+                "width: uniform, or use `transformers serve`, or `surgery serve`, which chooses it"
             )
         if shares_basis(entry):
             raise SurgeryError(
