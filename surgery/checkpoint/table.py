@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from surgery.core.errors import SurgeryError
+from surgery.core.files import REPORT_NAME
 from surgery.mixers.renamed import renew_mixer
+
+if TYPE_CHECKING:
+    from surgery.checkpoint.source import CheckpointSource
 
 QUANT_METHOD = "surgery"  # the table's quant_method
 SHIM_MODULE = "surgery_shim"  # module written beside the weights, through which the Auto classes import surgery
@@ -50,6 +54,24 @@ def read_mixers(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
     if not isinstance(mixers, dict) or not all(isinstance(entry, dict) for entry in mixers.values()):
         raise SurgeryError(f"{name}: the surgery table in config.json is damaged")
     return {path: renew_mixer(entry) for path, entry in mixers.items()}
+
+
+def table_of(source: CheckpointSource) -> dict[str, dict[str, Any]]:
+    """Return the linear entries of a checkpoint that a conversion wrote, {} if it is an ordinary one with a report, as
+    after pruning all MLPs to one width.
+
+    Raises SurgeryError for other checkpoints.
+    """
+    return {} if _is_ordinary(source) else read_table(source.config, source.name)
+
+
+def mixers_of(source: CheckpointSource) -> dict[str, dict[str, Any]]:
+    """Return the mixer entries of a checkpoint that a conversion wrote, see `table_of`."""
+    return {} if _is_ordinary(source) else read_mixers(source.config, source.name)
+
+
+def _is_ordinary(source: CheckpointSource) -> bool:
+    return "quantization_config" not in source.config and (source.folder / REPORT_NAME).is_file()
 
 
 def renew_table(config: dict[str, Any], name: str) -> dict[str, Any]:

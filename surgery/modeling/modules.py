@@ -185,6 +185,16 @@ def _build_pruned(in_: int, out: int, bias: bool, transposed: bool, factory: dic
     return linear.to(dtype=factory["dtype"])
 
 
+def mark_pruned(linear: nn.Module) -> None:
+    """Mark an ordinary linear as one of a pruned MLP, so that training counts it as new."""
+    linear.of_pruned_mlp = True  # type: ignore[assignment]
+
+
+def is_new(module: nn.Module) -> bool:
+    """Return whether a module was put in place of a linear by a conversion, or is of a pruned MLP."""
+    return isinstance(module, (StructuredLinear, SplitLinear, JoinedLinear)) or hasattr(module, "of_pruned_mlp")
+
+
 def is_pruned(spec: dict[str, Any]) -> bool:
     """Return whether a table entry is that of a linear of a pruned MLP."""
     return spec.get("structure") == "pruned"

@@ -16,7 +16,7 @@ from surgery.architectures.attention import attention_paths, attention_shape
 from surgery.architectures.linears import LinearInfo, ModelLayout, find_linears
 from surgery.checkpoint.outline import describe_unconverted_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
-from surgery.checkpoint.table import read_mixers, read_table, stored_size
+from surgery.checkpoint.table import mixers_of, stored_size, table_of
 from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME, read_json
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
@@ -24,7 +24,9 @@ from surgery.mixers.cache_size import cache_bytes
 from surgery.mixers.head_hybrid import HeadHybrid
 from surgery.mixers.masks.base import MASKS
 from surgery.mixers.softmax import Softmax, describe_softmax
-from surgery.modeling.joined import sibling
+from surgery.modeling.joined import record_paths
+from surgery.modeling.modules import is_pruned
+from surgery.planning.pruned_mlps import MLP_ROLES
 from surgery.planning.renamed import renew_report
 from surgery.planning.speed import speed_dict
 from surgery.planning.targets import LinearTarget, Plan
@@ -159,6 +161,9 @@ def unchanged_linears(plan: Plan) -> list[dict[str, Any]] | None:
         return None
     shapes = [((t.out, t.in_), False) for targets in plan.targets.values() for t in targets if not t.configs]
     replaced = plan.replaced_linears()
+    for target in plan.replaced_targets():
+        width = getattr(target.preview, "width", 0)
+        shapes += [(narrowed_shape(n, target.in_, width), False) for n in target.all_linears if target.neurons]
     rest = [linear for linear in plan.layout.linears if linear.path not in replaced]
     return _counted_shapes(shapes + [((linear.out, linear.in_), "head" in linear.roles) for linear in rest])
 
@@ -186,13 +191,13 @@ def read_report(folder: Path, name: str) -> dict[str, Any]:
 def inspect(name: str) -> dict[str, Any]:
     """Return the report of a converted checkpoint, compared with the stored tensors and extended by costs."""
     source = open_converted_checkpoint(name)
-    table, report = read_table(source.config, name), read_report(source.folder, name)
+    table, report = table_of(source), read_report(source.folder, name)
     unit, stored = stored_size(table, source.tensors)
     as_reported = stored == report["totals"][f"{unit}_after"]
     report["checks"] = {f"stored_{unit}": stored, "as_reported": as_reported, "structured_linears": len(table)}
     report["macs_per_token"] = macs_per_token(report, source)
     report["linears"] = report_linears(report, source)
-    if read_mixers(source.config, name):
+    if mixers_of(source):
         report |= checkpoint_costs(source)
         report["training_kernels"] = training_kernels(checkpoint_mixers(source))
         from surgery.conversion.toeplitz import toeplitz_fits
@@ -208,7 +213,7 @@ def checkpoint_costs(source: CheckpointSource, lengths: tuple[int, ...] | None =
 
     Raises SurgeryError for models of remote code.
     """
-    mixers = read_mixers(source.config, source.name)
+    mixers = mixers_of(source)
     model = describe_unconverted_model(source)
     with_mixers = _mixers_of(model, mixers)
     with_softmax = (attention_shape(model, path) for path in attention_paths(model) if path not in mixers)
@@ -217,7 +222,7 @@ def checkpoint_costs(source: CheckpointSource, lengths: tuple[int, ...] | None =
 
 def checkpoint_mixers(source: CheckpointSource) -> list[tuple[str, MixerConfig, AttentionShape]]:
     """Return (path, config, shape) of every mixer of a converted checkpoint."""
-    return _mixers_of(describe_unconverted_model(source), read_mixers(source.config, source.name))
+    return _mixers_of(describe_unconverted_model(source), mixers_of(source))
 
 
 def _mixers_of(model: Any, mixers: dict[str, dict[str, Any]]) -> list[tuple[str, MixerConfig, AttentionShape]]:
@@ -228,13 +233,17 @@ def macs_per_token(report: dict[str, Any], source: CheckpointSource) -> dict[str
     """Return multiply-accumulates per token of all linears, before and after; FLOPs are twice that.
 
     Attention scores, which depend on the context, are not counted. Of routed experts those count that compute a token.
-    None for models of remote code.
+    None for models of remote code. The config may say the width of pruned MLPs already, so that its model has fewer.
     """
     try:
         layout: ModelLayout = find_linears(describe_unconverted_model(source))
     except SurgeryError:  # a model of remote code
         return None
     before = sum(linear.out * linear.in_ * linear.active for linear in layout.linears)
+    sizes = {linear.path: linear.out * linear.in_ for linear in layout.linears}
+    for record in report["modules"]:
+        if is_pruned(record["structure"]):
+            before += record["macs_before"] - sum(sizes[path] for path in record_paths(record["name"]))
     change = report["totals"]["macs_after"] - report["totals"]["macs_before"]
     idle = {linear.path: 1 - linear.active for linear in layout.linears if linear.experts}
     change -= sum((r["macs_after"] - r["macs_before"]) * idle.get(r["name"], 0) for r in report["modules"])
@@ -254,9 +263,15 @@ def report_linears(report: dict[str, Any], source: CheckpointSource) -> dict[str
         return None
     if report.get("storage") or any(linear.experts for linear in layout.linears):
         return None
-    replaced = Counter(json.dumps([r["structure"], r["shape"], r.get("outputs")]) for r in report["modules"])
-    paths = {path for record in report["modules"] for path in record_paths(record["name"])}
-    others = [((n.out, n.in_), "head" in n.roles) for n in layout.linears if n.path not in paths]
+    records = [record for record in report["modules"] if not is_pruned(record["structure"])]
+    replaced = Counter(json.dumps([r["structure"], r["shape"], r.get("outputs")]) for r in records)
+    widths = pruned_widths(report)
+    paths = {path for record in report["modules"] for path in record_paths(record["name"])} - widths.keys()
+    others = [
+        (narrowed_shape(n, *widths.get(n.path, (0, 0))), "head" in n.roles)
+        for n in layout.linears
+        if n.path not in paths
+    ]
     kinds = ((*json.loads(kind), count) for kind, count in replaced.items())
     return {
         "replaced": [
@@ -267,12 +282,26 @@ def report_linears(report: dict[str, Any], source: CheckpointSource) -> dict[str
     }
 
 
-def record_paths(name: str) -> list[str]:
-    """Return the paths of the linears of a record: one, those that a matrix joins (a.q_proj+k_proj+v_proj), or those of
-    a pruned MLP.
+def pruned_widths(report: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Return (neurons before, neurons that stay) of each linear of a pruned MLP, by path."""
+    return {
+        path: (record["shape"][1], record["structure"]["width"])
+        for record in report["modules"]
+        if is_pruned(record["structure"])
+        for path in record_paths(record["name"])
+    }
+
+
+def narrowed_shape(linear: LinearInfo, neurons: int, width: int) -> tuple[int, int]:
+    """Return the shape (out, in) of a linear, in a pruned MLP with `width` of its neurons.
+
+    The linear may have it already, if the config says the width. neurons: 0 for other linears.
     """
-    first, *others = name.partition(":")[0].split("+")
-    return [first, *(other if "." in other else sibling(first, other) for other in others)]
+    if not neurons or not set(linear.roles) & set(MLP_ROLES):
+        return linear.out, linear.in_
+    if "mlp.down" in linear.roles:
+        return linear.out, width
+    return width * len(linear.roles), linear.in_
 
 
 def inspect_rows(report: dict[str, Any]) -> list[dict[str, Any]]:

@@ -17,6 +17,9 @@ from surgery.checkpoint.remote_code import check_code_trusted
 from surgery.checkpoint.source import CheckpointSource, open_checkpoint, open_converted_checkpoint
 from surgery.checkpoint.table import QUANT_METHOD, is_quantized, read_table
 from surgery.core.errors import SurgeryError
+from surgery.core.files import REPORT_NAME, read_json
+from surgery.modeling.joined import record_paths
+from surgery.modeling.modules import is_pruned, mark_pruned
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -69,11 +72,21 @@ def load_student(source: CheckpointSource, trust_remote_code: bool = False) -> A
     """Load the student, frozen, in float32: bfloat16 would round away updates of relative size 1e-5.
 
     Experts become linears, which have the names of the tensors in the files, so that trained values can be written
-    back.
+    back. Linears of pruned MLPs are marked as such.
     """
     student = load_causal_lm(source, torch.float32, trust_remote_code)
     split_experts(student)
+    for path in _pruned_linears(source):
+        mark_pruned(student.get_submodule(path))
     return student.requires_grad_(False)
+
+
+def _pruned_linears(source: CheckpointSource) -> list[str]:
+    """Return the paths of the linears of pruned MLPs, from the report, which an ordinary checkpoint has too."""
+    path = source.folder / REPORT_NAME
+    report = read_json(path) if path.is_file() else None
+    records = report.get("modules", ()) if isinstance(report, dict) else ()
+    return [path for record in records if is_pruned(record["structure"]) for path in record_paths(record["name"])]
 
 
 def load_teacher(
