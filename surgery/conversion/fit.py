@@ -64,11 +64,12 @@ class FitRecord:
 @dataclass
 class FitResult:
     """The result of a fit: a structured linear, or the dense matrix dense_OI. Both are in float32, with values that the
-    stored dtype represents exactly."""
+    stored dtype represents exactly. bias_change_O: added to the bias (O,); None if it stays as it is."""
 
     record: FitRecord
     linear: StructuredLinear | None
     dense_OI: Tensor | None = None
+    bias_change_O: Tensor | None = None
 
 
 @dataclass

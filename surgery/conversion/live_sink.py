@@ -138,6 +138,8 @@ class LiveSink:
             for linear in target.linears
             if linear.path not in self.table
         }
+        names = {path: f"{stored_module_name(meta_model, path)}.bias" for path in refits}
+        biases = {path: self.tensors[name] for path, name in names.items() if name in self.tensors}
         with _undone_on_error(model) as undo:
             if _splits_experts(meta_model, ctx.plan):
                 split_experts(model)
@@ -156,6 +158,8 @@ class LiveSink:
             connect_bases(model, sharing, {basis_path(path): _basis(self, meta_model, path) for path in sharing})
             for path, weight in refits.items():
                 _set_parameter(model.get_submodule(self.live_path(path)), "weight", weight, undo)
+            for path, bias in biases.items():
+                _set_parameter(model.get_submodule(self.live_path(path)), "bias", bias, undo)
             if not is_library_model(model):
                 model.surgery_report = report
                 return

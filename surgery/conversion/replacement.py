@@ -158,12 +158,17 @@ def add_linear(
         _add_pruned(meta_model, targets[0], fitted[0], device, replacement)
         return
     bias = _read_bias(meta_model, linear, device)
+    if bias is not None and fitted[0].bias_change_O is not None:
+        bias_dtype = DTYPES[meta_model.tensor_info(f"{linear.path}.bias").dtype]
+        bias = (bias + fitted[0].bias_change_O).to(bias_dtype).float()
     modules = [_with_bias(f, None if bias is None else select_rows(t, bias)) for t, f in zip(targets, fitted)]
     base, dtype = stored_module_name(meta_model, linear.path), stored_dtype(meta_model, targets[0])
     replacement.records += [f.record.to_dict() for f in fitted]
     if targets[0].part is None and fitted[0].linear is None:  # a refitted dense matrix, which has no table entry
         replacement.modules[linear.path] = modules[0]
         dense = fitted[0].dense_OI
+        if bias is not None and fitted[0].bias_change_O is not None:
+            replacement.entries.append(TensorSource.from_tensor(f"{base}.bias", bias.to(bias_dtype)))
         assert dense is not None
         replacement.entries.append(
             TensorSource.from_tensor(f"{base}.weight", (dense.mT if linear.transposed else dense).to(dtype))
@@ -244,6 +249,8 @@ def _add_pruned(
         base, bias_O = stored_module_name(meta_model, linear.path), _read_bias(meta_model, linear, device)
         if linear is target.linear:
             weight_OI = pruned.weight[0].detach()
+            if bias_O is not None and fitted.bias_change_O is not None:
+                bias_O = bias_O + fitted.bias_change_O
         else:
             rows = neuron_rows(columns_K, linear, target.in_)
             weight_OI = target_weight(meta_model, LinearTarget(linear, linear.out, 1.0, ()), device)[rows]
@@ -419,7 +426,7 @@ def _load_tensors(
         if info is None:
             raise SurgeryError(f"the checkpoint lacks tensor {base}.{name}, which its table needs")
         loaded = read_tensor(info)
-        if spec.get("structure") == "dense" and spec.get("transposed") and name == "weight":
+        if spec.get("structure") == "dense" and spec.get("transposed") and name == "weight" and "bits" not in spec:
             loaded = loaded.mT.contiguous()
         if loaded.shape != tensor.shape:
             raise SurgeryError(

@@ -251,7 +251,7 @@ def _build_quantized(spec: dict[str, Any], device: str | torch.device, dtype: to
     plain = {k: v for k, v in spec.items() if k not in ("bits", "group", "scales")}
     if shares_basis(plain):
         raise SurgeryError(f"{DAMAGED_TABLE}: a linear whose basis is shared by experts is not stored as integers")
-    if plain.get("structure") == "dense":
+    if plain.get("structure") in ("dense", "pruned"):
         plain["structure"] = "folded"
     try:
         storage = Storage(spec.get("bits", 0), spec.get("group"))
@@ -274,7 +274,7 @@ def _build_quantized(spec: dict[str, Any], device: str | torch.device, dtype: to
 def quantized_entry(entry: dict[str, Any], storage: Storage) -> dict[str, Any]:
     """Return the table entry of a linear, structured or dense, with its storage."""
     entry = {**entry, "bits": storage.bits, **({"group": storage.group} if storage.group is not None else {})}
-    if entry["structure"] not in ("dense", "folded"):
+    if entry["structure"] not in ("dense", "folded", "pruned"):
         structure: Any = STRUCTURES[STRUCTURES.config_type(entry["structure"])]
         entry |= {"scales": "inputs"} if structure.scales_named else {}
     return entry

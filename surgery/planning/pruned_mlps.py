@@ -129,12 +129,8 @@ def _check_shapes(mlp: Mlp, model: Any) -> None:
             f"plan: {down.path} reads {width} neurons, and {sizes}, so that neurons cannot be removed from both. Give "
             "this MLP another structure"
         )
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    tied |= set((getattr(model, "all_tied_weights_keys", None) or {}).values())
-    seen: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        first = seen.setdefault(id(parameter), name)
-        tied |= {first, name} if first != name else set()
+    pairs = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = {*pairs, *pairs.values()}
     for linear in mlp.linears:
         if shared := next((name for name in (f"{linear.path}.weight", f"{linear.path}.bias") if name in tied), ""):
             raise SurgeryError(

@@ -131,6 +131,11 @@ class LinearTarget:
         """Whether all pruned MLPs get one width, which the budget chooses."""
         return any(getattr(config, "width", None) == "uniform" for config in self.configs)
 
+    @property
+    def fits_bias(self) -> bool:
+        """Whether the bias of `linear` is fitted too: neurons that are removed have a mean."""
+        return bool(self.neurons) and self.linear.bias
+
     def uniform_budget(self) -> float:
         """Return the number of parameters under a uniform allocation."""
         return self.keep * self.numel if self.configs else self.numel
