@@ -97,6 +97,11 @@ def replace_linears(model: Any, plan: Plan) -> None:
             "scratch has none. Set "
             "share: none"
         )
+    if pruned := next((targets[0].name for targets in plan.targets.values() if targets[0].neurons), ""):
+        raise SurgeryError(
+            f"{pruned}: structure pruned removes neurons of trained MLPs, and a model that is trained from scratch has "
+            "none. Give the width in the model's config"
+        )
     table = {path: entry for targets in plan.targets.values() for path, entry in _module_entries(targets)}
     built = {path: build_module(entry, device="cpu", dtype=torch.float32) for path, entry in table.items()}
     connect_joined(built)
