@@ -130,6 +130,8 @@ def build_module(
     if spec["structure"] == "folded":
         return GuardedLinear(in_, out, bias=bias, **factory)
     if is_pruned(spec):
+        if unknown := spec.keys() - {"structure"}:
+            raise SurgeryError(f"{DAMAGED_TABLE}: {min(unknown)[:50]!r} of structure pruned")
         return _build_pruned(in_, out, bias, transposed, factory)
     config = config_from_dict(spec)
     structure: Any = SharedLowRankLinear if share else STRUCTURES[config]

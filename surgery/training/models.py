@@ -76,12 +76,12 @@ def load_student(source: CheckpointSource, trust_remote_code: bool = False) -> A
     """
     student = load_causal_lm(source, torch.float32, trust_remote_code)
     split_experts(student)
-    for path in _pruned_linears(source):
+    for path in pruned_linears(source):
         mark_pruned(student.get_submodule(path))
     return student.requires_grad_(False)
 
 
-def _pruned_linears(source: CheckpointSource) -> list[str]:
+def pruned_linears(source: CheckpointSource) -> list[str]:
     """Return the paths of the linears of pruned MLPs, from the report, which an ordinary checkpoint has too."""
     path = source.folder / REPORT_NAME
     report = read_json(path) if path.is_file() else None

@@ -33,6 +33,10 @@ from surgery.planning.allocate import CostPoint
 from surgery.planning.pruned_mlps import find_pruned_mlps
 from surgery.planning.targets import LinearTarget
 from surgery.structures.pruned import Pruned
+from surgery.training.auto_recipe import read_facts
+from surgery.training.models import load_student, open_trainable
+from surgery.training.optim import select_parameters
+from surgery.training.suitability import is_converted
 
 PRUNED = {"structure": "pruned", "multiple": 8}
 KINDS = ("llama", "gpt2", "gpt_neox", "phi3")  # gate and up, Conv1D with biases, biases, fused
@@ -251,6 +255,18 @@ def test_tuning_trains_all_linears_of_the_mlp(checkpoints, calibration, tmp_path
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
     moved = {name.partition("h.0.")[2] for name in before if not torch.equal(before[name], after[name])}
     assert {"mlp.c_fc.weight", "mlp.c_proj.weight"} <= moved and not any("attn" in name for name in moved)
+
+
+@pytest.mark.parametrize("rules", [[], WIDTHS])
+def test_training_counts_them_as_new(rules, checkpoints, calibration, tmp_path):
+    """Also in an ordinary checkpoint, where only the report says that the MLPs are pruned."""
+    recipe = make_recipe(**PRUNED, **QUICK, keep=0.5, rules=rules, calibration=calibration("llama"))
+    convert(str(checkpoints("llama")), recipe, tmp_path / "out")
+    source = open_trainable(str(tmp_path / "out"))
+    student, names = load_student(source), [f"mlp.{role}_proj.weight" for role in ("gate", "up", "down")]
+    assert select_parameters(student, ["new"], {}) == {f"model.layers.{i}.{name}" for i in range(2) for name in names}
+    assert is_converted(student) and not is_converted(load_student(open_trainable(str(checkpoints("llama")))))
+    assert read_facts(source).linears == 6
 
 
 # -- allocation -----------------------------------------------------------------------------------------------------------
