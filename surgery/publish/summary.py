@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable
 from fractions import Fraction
@@ -304,6 +305,11 @@ def narrowed_shape(linear: LinearInfo, neurons: int, width: int) -> tuple[int, i
     return width * len(linear.roles), linear.in_
 
 
+def _kind_of_structure(structure: dict[str, Any]) -> str:
+    """Return a structure's description without its size, which differs from matrix to matrix."""
+    return re.split(" rank| width", describe_structure(structure))[0]
+
+
 def inspect_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return one row per role: modules, structures, parameters, multiply-accumulates, and the median and worst relative
     error of the matrices that were replaced. is_dense: whether no matrix of the role was replaced."""
@@ -316,7 +322,7 @@ def inspect_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
         errors = sorted(
             r["error"] for r in replaced if r["error"] is not None
         )  # models trained from scratch have no errors
-        names = [NOT_REPLACED if is_dense(r) else describe_structure(r["structure"]).split(" rank")[0] for r in records]
+        names = [NOT_REPLACED if is_dense(r) else _kind_of_structure(r["structure"]) for r in records]
         rows.append(
             {
                 "role": role,
