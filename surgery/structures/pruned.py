@@ -2,13 +2,13 @@
 
     y = down h, h = act(gate x) * up x   ->   y = B h[columns],  B (O, K) = down C[:, columns] C[columns, columns]^-1
 
-C (I, I): second moment of the hidden activations h, I the neurons of the MLP, K those that stay. B is optimal for its
-columns, in the metric (C, G) for every G: ridge regression of the outputs of all neurons on those that stay (Ashkboos
-et al. and Lin et al. 2024, MoDeGPT, section 3.2). Neurons are ranked by G-weighted energy, C[j, j] w_j^T G w_j with w_j
-column j of down, which is the output's energy that neuron j writes alone.
+C (I, I): second moment of the hidden activations h, I the neurons of the MLP, K those that stay. B is the least-squares
+optimum for its columns, in the metric (C, G) for every G (Lin et al. 2024, MoDeGPT, which calls it a Nystrom
+approximation of the MLP). Neurons are ranked by G-weighted energy, C[j, j] w_j^T G w_j with w_j column j of down: the
+energy of what neuron j alone adds to the output.
 
 The linear of this module reads all neurons. In a model the rows of `gate` and `up` of the other neurons are removed,
-and `down` becomes an ordinary linear of K inputs (surgery.conversion.pruned).
+and `down` becomes an ordinary linear of K inputs (`surgery.conversion.replacement.add_linear`).
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ from surgery.training.auto_recipe import read_facts
 from surgery.training.models import load_student, open_trainable
 from surgery.training.optim import select_parameters
 from surgery.training.suitability import is_converted
+from surgery.vllm.servable import check_config
 
 PRUNED = {"structure": "pruned", "multiple": 8}
 KINDS = ("llama", "gpt2", "gpt_neox", "phi3")  # gate and up, Conv1D with biases, biases, fused
@@ -385,3 +386,24 @@ def test_shared_weights_are_refused():
     model.all_tied_weights_keys = {f"model.layers.{i}.mlp.up_proj.weight": "shared.weight" for i in range(2)}
     with pytest.raises(SurgeryError, match=r"model.layers.0.mlp.up_proj.weight is shared with another module"):
         find_pruned_mlps(recipe, layout, settings, {}, model)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"in_features": 64}, "maps 64 features to"),
+        ({"in_features": 16, "out_features": 16}, "maps 16 features to 16, where the model has a weight of shape"),
+        ({"rank": 3}, "'rank' of structure pruned"),
+    ],
+)
+def test_damaged_tables(change, message, per_layer):
+    config = AutoConfig.from_pretrained(per_layer("llama"))
+    config.quantization_config["modules"]["model.layers.0.mlp.down_proj"] |= change
+    with pytest.raises(SurgeryError, match=message):
+        model_class(config).from_pretrained(per_layer("llama"), config=config)
+
+
+def test_vllm_refuses_several_widths_with_a_sentence(per_layer):
+    config = json.loads((per_layer("llama") / "config.json").read_text())
+    with pytest.raises(SurgeryError, match=r"Convert with width: uniform, or use `transformers serve`"):
+        check_config(config, "it")
