@@ -103,6 +103,11 @@ def stored_size(modules: dict[str, Any], tensors: Mapping[str, Any]) -> tuple[st
     return "params", sum(tensor.numel for tensor in tensors.values())
 
 
+def is_pruned(spec: dict[str, Any]) -> bool:
+    """Return whether a table entry is that of a linear of a pruned MLP."""
+    return spec.get("structure") == "pruned"
+
+
 def has_shims(config: dict[str, Any]) -> bool:
     """Return whether the config's auto_map was written by write_shims."""
     return SHIM_MODULE in str(config.get("auto_map", ""))

@@ -22,7 +22,7 @@ from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.rewrite import rewrite_checkpoint, write_shards
 from surgery.checkpoint.safetensors_io import DTYPES, FLOAT_DTYPES, TensorSource
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
-from surgery.checkpoint.table import has_shims, mixers_of, quantization_table, table_of
+from surgery.checkpoint.table import has_shims, is_pruned, mixers_of, quantization_table, table_of
 from surgery.checkpoint.tensor_names import check_tensors, map_tensor_names, unused_tensors
 from surgery.conversion.expert_tensors import merge_expert_tensors
 from surgery.conversion.replacement import load_replacement_module
@@ -38,7 +38,6 @@ from surgery.modeling.modules import (
     SplitLinear,
     build_module,
     is_joined,
-    is_pruned,
     joined_paths,
     shares_basis,
 )

@@ -31,6 +31,7 @@ from surgery.checkpoint.report import (
     TuningReport,
 )
 from surgery.checkpoint.safetensors_io import FLOAT_DTYPES, file_digest, read_header
+from surgery.checkpoint.table import is_pruned
 from surgery.checkpoint.writer import concatenate, shard_name
 from surgery.conversion.context import NON_LAYER
 from surgery.conversion.mixer_init.base import build_mixer
@@ -38,7 +39,7 @@ from surgery.conversion.replacement import stored_module_name
 from surgery.conversion.sequential import untied_entries
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, mixer_config
-from surgery.modeling.modules import build_module, fewer_features, is_joined, is_pruned, shares_basis
+from surgery.modeling.modules import build_module, fewer_features, is_joined, shares_basis
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.speed import option_of, time_after, time_before, with_structures
 from surgery.planning.targets import Plan

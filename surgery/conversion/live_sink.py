@@ -20,6 +20,7 @@ from surgery.architectures.experts import RoutedExperts, keep_experts_split, spl
 from surgery.calibration.data import CalibrationSet
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import TensorInfo, TensorSource
+from surgery.checkpoint.table import is_pruned
 from surgery.checkpoint.writer import converted_config
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.live_source import path_prefix
@@ -35,7 +36,7 @@ from surgery.modeling.applied import original_folder, set_applied_class
 from surgery.modeling.attention import replace_attention
 from surgery.modeling.joined import JoinedLinear, connect_joined
 from surgery.modeling.live import copy_hooks, is_library_model
-from surgery.modeling.modules import build_module, connect_bases, is_pruned, shares_basis
+from surgery.modeling.modules import build_module, connect_bases, shares_basis
 from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.modeling.quantizer import untie
 from surgery.planning.targets import LinearTarget, Plan

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from surgery.architectures.linears import LinearInfo
 from surgery.checkpoint.meta_model import MetaModel, set_module_tensor
 from surgery.checkpoint.safetensors_io import DTYPES, TensorInfo, TensorSource, read_tensor
+from surgery.checkpoint.table import is_pruned
 from surgery.conversion.fit import FitRecord, FitResult
 from surgery.conversion.mixer_init import InitializedMixer
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, Mixer, mixer_config
 from surgery.modeling.joined import JoinedLinear, connect_joined
-from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module, is_pruned, shares_basis
+from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module, shares_basis
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.targets import LinearTarget, Plan
 from surgery.planning.weights import (

@@ -28,10 +28,10 @@ from torch.optim.adam import adam
 from surgery.calibration.attention_samples import all_attention_replaced
 from surgery.checkpoint.meta_model import MetaModel, set_module_tensor
 from surgery.checkpoint.safetensors_io import DTYPES
+from surgery.checkpoint.table import is_pruned
 from surgery.conversion.norms import swapped_parameters, weight_offset
 from surgery.conversion.replacement import LayerReplacement, stored_module_name, swapped_modules
 from surgery.modeling.joined import JoinedLinear
-from surgery.modeling.modules import is_pruned
 from surgery.structures import StructuredLinear
 from surgery.structures.coordinates import Coordinates
 

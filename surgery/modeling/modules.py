@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.architectures.experts import RoutedExperts
+from surgery.checkpoint.table import is_pruned
 from surgery.core.errors import SurgeryError, UnknownNameError
 from surgery.modeling.joined import DAMAGED as DAMAGED_TABLE
 from surgery.modeling.joined import JoinedLinear, sibling
@@ -195,11 +196,6 @@ def mark_pruned(linear: nn.Module) -> None:
 def is_new(module: nn.Module) -> bool:
     """Return whether a module was put in place of a linear by a conversion, or is of a pruned MLP."""
     return isinstance(module, (StructuredLinear, SplitLinear, JoinedLinear)) or hasattr(module, "of_pruned_mlp")
-
-
-def is_pruned(spec: dict[str, Any]) -> bool:
-    """Return whether a table entry is that of a linear of a pruned MLP."""
-    return spec.get("structure") == "pruned"
 
 
 def fewer_features(spec: dict[str, Any], in_: int, out: int) -> bool:

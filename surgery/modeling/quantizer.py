@@ -15,7 +15,7 @@ from transformers.quantizers.base import HfQuantizer
 from surgery.architectures.expert_layout import is_merge_rule
 from surgery.architectures.experts import has_split_experts, merged_experts, split_experts
 from surgery.checkpoint.safetensors_io import read_header
-from surgery.checkpoint.table import QUANT_METHOD, has_shims
+from surgery.checkpoint.table import QUANT_METHOD, has_shims, is_pruned
 from surgery.checkpoint.tensor_names import check_tensors, find_model_class, unused_tensors
 from surgery.core.errors import SurgeryError
 from surgery.mixers import mixer_config
@@ -27,7 +27,6 @@ from surgery.modeling.modules import (
     connect_bases,
     fewer_features,
     is_joined,
-    is_pruned,
     shares_basis,
 )
 from surgery.modeling.quantization_config import SurgeryConfig

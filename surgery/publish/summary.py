@@ -17,7 +17,7 @@ from surgery.architectures.attention import attention_paths, attention_shape
 from surgery.architectures.linears import LinearInfo, ModelLayout, find_linears
 from surgery.checkpoint.outline import describe_unconverted_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
-from surgery.checkpoint.table import mixers_of, stored_size, table_of
+from surgery.checkpoint.table import is_pruned, mixers_of, stored_size, table_of
 from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME, read_json
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
@@ -26,7 +26,6 @@ from surgery.mixers.head_hybrid import HeadHybrid
 from surgery.mixers.masks.base import MASKS
 from surgery.mixers.softmax import Softmax, describe_softmax
 from surgery.modeling.joined import record_paths
-from surgery.modeling.modules import is_pruned
 from surgery.planning.pruned_mlps import MLP_ROLES
 from surgery.planning.renamed import renew_report
 from surgery.planning.speed import speed_dict

@@ -15,11 +15,11 @@ from surgery.checkpoint.load_model import load_config, load_model
 from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.remote_code import check_code_trusted
 from surgery.checkpoint.source import CheckpointSource, open_checkpoint, open_converted_checkpoint
-from surgery.checkpoint.table import QUANT_METHOD, is_quantized, read_table
+from surgery.checkpoint.table import QUANT_METHOD, is_pruned, is_quantized, read_table
 from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME, read_json
 from surgery.modeling.joined import record_paths
-from surgery.modeling.modules import is_pruned, mark_pruned
+from surgery.modeling.modules import mark_pruned
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

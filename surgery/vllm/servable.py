@@ -14,7 +14,7 @@ from typing import Any
 
 from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
-from surgery.checkpoint.table import QUANT_METHOD, is_quantized, read_mixers, read_table
+from surgery.checkpoint.table import QUANT_METHOD, is_pruned, is_quantized, read_mixers, read_table
 from surgery.checkpoint.tensor_names import check_tensors
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, MixerConfig, mixer_config
@@ -22,7 +22,7 @@ from surgery.mixers.head_hybrid import HeadHybrid
 from surgery.mixers.linear_config import LinearAttention
 from surgery.mixers.masks.base import MASKS
 from surgery.mixers.softmax import Softmax, describe_softmax
-from surgery.modeling.modules import build_module, is_pruned, shares_basis
+from surgery.modeling.modules import build_module, shares_basis
 from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.modeling.quantizer import replace_modules, split_named_experts
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint.source import CheckpointSource
-from surgery.checkpoint.table import mixers_of
+from surgery.checkpoint.table import is_pruned, mixers_of
 from surgery.core.errors import SurgeryError
 from surgery.core.files import size_text
 from surgery.core.plugins import PLUGINS
@@ -18,7 +18,6 @@ from surgery.core.tables import format_count
 from surgery.mixers import MIXERS
 from surgery.mixers.features.base import FEATURES
 from surgery.mixers.masks.base import MASKS
-from surgery.modeling.modules import is_pruned
 from surgery.publish.hub.card_metadata import front_matter
 from surgery.publish.hub.citations import cited_papers
 from surgery.publish.hub.files import UploadFile
