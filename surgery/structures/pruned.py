@@ -13,6 +13,7 @@ and `down` becomes an ordinary linear of K inputs (`surgery.conversion.replaceme
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -54,21 +55,30 @@ def possible_widths(config: Pruned, neurons: int) -> list[int]:
 
 def neuron_scores(weight_OI: Tensor, metric: Metric) -> Tensor:
     """Return the G-weighted energy of each neuron's output, C[j, j] w_j^T G w_j (I,)."""
-    energy_I = metric.apply_output_root(weight_OI).square().sum(0)
+    weighed_OI = metric.apply_output_root(weight_OI)
+    energy_I: Tensor = torch.linalg.vecdot(weighed_OI, weighed_OI, dim=0)
     return energy_I if metric.c_II is None else energy_I * metric.c_II.diagonal()
+
+
+def ordered(values: Tensor, order: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return order(values), integers; of values on the meta device, where estimates count, any integers: sorting there
+    imports sympy.
+    """
+    return torch.zeros(len(values), dtype=torch.int64, device="meta") if values.is_meta else order(values)
 
 
 def leading_neurons(weight_OI: Tensor, metric: Metric) -> Tensor:
     """Return the indices (I,) of all neurons, the one with the highest score first; of equal scores the first one."""
-    return neuron_scores(weight_OI, metric).argsort(descending=True, stable=True)
+    scores_I = neuron_scores(weight_OI, metric)
+    return ordered(scores_I, lambda scores: scores.argsort(descending=True, stable=True))
 
 
 def refit_columns(weight_OI: Tensor, columns_K: Tensor, metric: Metric) -> Tensor:
     """Return B (O, K), with which the outputs of all columns are estimated best from these columns."""
     if metric.c_II is None:
-        return weight_OI[:, columns_K]
-    cross_OK = metric.times_c(weight_OI)[:, columns_K]
-    moment_KK = metric.c_II[columns_K[:, None], columns_K]
+        return weight_OI.index_select(1, columns_K)
+    cross_OK = metric.times_c(weight_OI).index_select(1, columns_K)
+    moment_KK = metric.c_II.index_select(0, columns_K).index_select(1, columns_K)
     return linalg.cholesky_solve(cross_OK.mT, spd_factor(moment_KK)).mT.contiguous()
 
 
@@ -84,7 +94,9 @@ class PrunedLinear(StructuredLinear):
 
     def __init__(self, in_features: int, out_features: int, config: Any, bias: bool = True, **factory: Any):
         super().__init__(in_features, out_features, config, bias, **factory)
-        columns = torch.arange(config.width, dtype=torch.int32, device=factory.get("device"))
+        columns = torch.zeros(config.width, dtype=torch.int32, device=factory.get("device"))
+        if not columns.is_meta:
+            columns.copy_(torch.arange(config.width))
         self.register_buffer("columns", columns)
 
     def check_loaded(self) -> None:
@@ -133,7 +145,8 @@ class PrunedLinear(StructuredLinear):
     def project(cls, weight_OI: Tensor, config: Any, metric: Metric | None = None) -> StructuredLinear:
         """Return the linear of the neurons with the highest scores, with the optimal B for these."""
         metric = metric or Metric()
-        columns_K = leading_neurons(weight_OI, metric)[: config.width].sort().values
+        leading_K = leading_neurons(weight_OI, metric)[: config.width]
+        columns_K = ordered(leading_K, lambda leading: leading.sort().values)
         is_whole = config.width == weight_OI.shape[1]
         b_OK = weight_OI.clone() if is_whole else refit_columns(weight_OI, columns_K, metric)
         linear = cls.from_cores(config, weight_OI.shape, {"weight": b_OK[None]})
@@ -152,11 +165,12 @@ class PrunedLinear(StructuredLinear):
         order_I = leading_neurons(weight_OI, metric)
         weighed_OI = metric.apply_output_root(weight_OI)
         if metric.c_II is None:
-            gains_I = weighed_OI.square().sum(0)[order_I]
+            gains_I = torch.linalg.vecdot(weighed_OI, weighed_OI, dim=0).index_select(0, order_I)
         else:
-            cross_OI = metric.apply_output_root(metric.times_c(weight_OI))[:, order_I]
-            factor_II = spd_factor(metric.c_II[order_I[:, None], order_I])
-            gains_I = linalg.solve_triangular(factor_II, cross_OI.mT, upper=False).square().sum(1)
+            cross_OI = metric.apply_output_root(metric.times_c(weight_OI)).index_select(1, order_I)
+            factor_II = spd_factor(metric.c_II.index_select(0, order_I).index_select(1, order_I))
+            added_IO = linalg.solve_triangular(factor_II, cross_OI.mT, upper=False)
+            gains_I = torch.linalg.vecdot(added_IO, added_IO)
         left_I = gains_I.flip(0).cumsum(0).flip(0).tolist()  # what the neurons from k on add
         widths = possible_widths(config, len(order_I))
         return [
@@ -175,6 +189,8 @@ class PrunedLinear(StructuredLinear):
     def dense(self) -> Tensor:
         """Return the matrix (O, I), with zeros in the columns of neurons that were removed."""
         dense_OI = self.weight.new_zeros(self.out_features, self.in_features)
+        if dense_OI.is_meta:  # an estimate counts the fit; see `ordered`
+            return dense_OI
         return dense_OI.index_copy(1, self.columns.long(), self.weight[0])
 
     def macs(self) -> int:
