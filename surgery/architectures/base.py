@@ -84,6 +84,7 @@ class Architecture:
     alternatives.
     residual_attention, residual_mlp: per sublayer, the module whose input is the residual stream to which the output of
         the sublayer's last linear is added unchanged; () if a norm comes between.
+    mlp_width: config key of the number of neurons of an MLP.
     head: path of the output projection in the model. qk_norm: whether queries and keys are normalized.
     softcap: config key of the soft cap on the logits.
     core: path, below the first attention sublayer, of the module that computes the scores; "" for the sublayer itself.
@@ -112,6 +113,7 @@ class Architecture:
     fused: tuple[FusedLinear, ...] = ()
     residual_attention: tuple[str, ...] = ()
     residual_mlp: tuple[str, ...] = ()
+    mlp_width: str = "intermediate_size"
     head: str = "lm_head"
     qk_norm: bool = False
     softcap: str = ""

@@ -13,6 +13,7 @@ ARCHITECTURE = Architecture(
     fused=(FusedLinear("c_attn", ("attention.query", "attention.key", "attention.value")),),
     residual_attention=("ln_1",),
     residual_mlp=("ln_2",),
+    mlp_width="n_inner",
     rotary="none",
     grouped_heads=False,
 )

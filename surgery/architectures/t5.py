@@ -17,6 +17,7 @@ ARCHITECTURE = Architecture(
     down="wo",
     residual_attention=("layer.0.layer_norm", "layer.1.layer_norm"),
     residual_mlp=("layer.1.layer_norm", "layer.2.layer_norm"),
+    mlp_width="d_ff",
     rotary="none",
     unmixable="T5 adds a learned position bias to its scores, which mixers do not support",
     grouped_heads=False,

@@ -6,7 +6,8 @@ original layer on the original model's input x0:
     C = E[x x^T]    K = E[y* x^T]    e = E|y*|^2        error(B) = e - 2 <B, K> + <B C, B>
 
 so the best unconstrained matrix is K C^-1, and the best structured one is its projection in the metric C (the "Hessian"
-of GPTQ, up to a factor).
+of GPTQ, up to a factor). If the bias is fitted too, C, K and e are those of x - E[x] and y* - E[y*], and the bias grows
+by E[y*] - B E[x].
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ class OutputMoments:
 
     k_OI: K = E[y* x^T] (O, I). If y* = W x0 and O > I, it is None, and K = W E[x0 x^T] is computed on demand from the
     (I, I) matrix shared by all linears that read x0. residual: whether the gap of the residual stream is added to y*.
-    energy: E|y*|^2.
+    energy: E|y*|^2. mean_O: E[y*], None if the bias is not fitted.
     """
 
     weight_OI: Tensor
     residual: bool
     k_OI: Tensor | None = None
     energy: float = 0.0
+    mean_O: Tensor | None = None
 
     @property
     def uses_shared_cross(self) -> bool:
@@ -50,22 +52,24 @@ class InputMoments:
     """Second moments for the linears that read one input.
 
     `add` accumulates sums over rows, and `means` divides them by the number of rows, once, in place. weights: name ->
-    (W, whether the gap of the residual stream is added to its output).
+    (W, whether the gap of the residual stream is added to its output). fits_bias: whether the biases are fitted too.
     """
 
-    def __init__(self, weights: dict[str, tuple[Tensor, bool]]):
+    def __init__(self, weights: dict[str, tuple[Tensor, bool]], fits_bias: bool = False):
         first = next(iter(weights.values()))[0]
         self.count, self.diverged, self.summing = 0, False, True
         self.borrowed = 0  # rows of other experts among `count`
         self.cache: dict[Any, Any] = {}  # results of Metric.compute_once, shared by all linears that read this input
         self.targets = {name: OutputMoments(w, residual) for name, (w, residual) in weights.items()}
         self.c_II = first.new_zeros(first.shape[1], first.shape[1])
-        shared = any(t.uses_shared_cross for t in self.targets.values())
+        shared = not fits_bias and any(t.uses_shared_cross for t in self.targets.values())
         self.cross_II = torch.zeros_like(self.c_II) if shared else None  # E[x0 x^T]
         self.original_II = torch.zeros_like(self.c_II) if shared else None  # E[x0 x0^T]
+        self.mean_I = first.new_zeros(first.shape[1]) if fits_bias else None  # E[x]
         for target in self.targets.values():
-            if not target.uses_shared_cross:
+            if fits_bias or not target.uses_shared_cross:
                 target.k_OI = torch.zeros_like(target.weight_OI)
+            target.mean_O = target.weight_OI.new_zeros(len(target.weight_OI)) if fits_bias else None
 
     def add(self, x_NI: Tensor, x0_NI: Tensor, gap_NO: Tensor | None = None) -> None:
         """Add rows of the input.
@@ -76,6 +80,8 @@ class InputMoments:
         assert self.summing
         self.count += len(x_NI)
         add_moment_(self.c_II, x_NI)
+        if self.mean_I is not None:
+            self.mean_I += x_NI.sum(0)
         if x_NI is not x0_NI or gap_NO is not None:
             self.diverged = True
         if self.cross_II is not None and self.original_II is not None:
@@ -88,6 +94,8 @@ class InputMoments:
             if target.residual and gap_NO is not None:
                 y_NO += gap_NO
             target.energy += inner_product(y_NO, y_NO)
+            if target.mean_O is not None:
+                target.mean_O += y_NO.sum(0)
             target.k_OI.addmm_(y_NO.mT, x_NI)
 
     def ordered_reduce(self, addend: InputMoments, round_: Round, ranks: DistContext, first: bool) -> None:
@@ -137,8 +145,23 @@ class InputMoments:
                 )
         for target in self.targets.values():
             target.energy /= self.count
+        if self.mean_I is not None:
+            self._center(self.mean_I)
         self.summing = False
         return self
+
+    def _center(self, mean_I: Tensor) -> None:
+        """Turn the moments of x and y* into those of x - E[x] and y* - E[y*], in place."""
+        self.c_II.addr_(mean_I, mean_I, alpha=-1)
+        for target in self.targets.values():
+            assert target.mean_O is not None and target.k_OI is not None
+            target.k_OI.addr_(target.mean_O, mean_I, alpha=-1)
+            target.energy -= inner_product(target.mean_O, target.mean_O)
+
+    def bias_change(self, name: str, matrix_OI: Tensor) -> Tensor | None:
+        """Return E[y*] - B E[x] (O,), by which the bias grows beside B; None if it is not fitted."""
+        mean_O = self.targets[name].mean_O
+        return None if mean_O is None or self.mean_I is None else mean_O - matrix_OI @ self.mean_I
 
     def cross(self, name: str) -> Tensor:
         """Return K = E[y* x^T] (O, I) of a linear."""
@@ -159,6 +182,7 @@ class InputMoments:
     def tensors(self) -> list[Tensor]:
         """Return all stored matrices, in a fixed order."""
         held = [self.c_II, self.cross_II, self.original_II, *(t.k_OI for t in self.targets.values())]
+        held += [self.mean_I, *(t.mean_O for t in self.targets.values())]
         return [t for t in held if t is not None]
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from surgery.core.errors import SurgeryError
+from surgery.core.files import REPORT_NAME
 from surgery.mixers.renamed import renew_mixer
+
+if TYPE_CHECKING:
+    from surgery.checkpoint.source import CheckpointSource
 
 QUANT_METHOD = "surgery"  # the table's quant_method
 SHIM_MODULE = "surgery_shim"  # module written beside the weights, through which the Auto classes import surgery
@@ -52,6 +56,24 @@ def read_mixers(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
     return {path: renew_mixer(entry) for path, entry in mixers.items()}
 
 
+def table_of(source: CheckpointSource) -> dict[str, dict[str, Any]]:
+    """Return the linear entries of a checkpoint that a conversion wrote, {} if it is an ordinary one with a report, as
+    after pruning all MLPs to one width.
+
+    Raises SurgeryError for other checkpoints.
+    """
+    return {} if _is_ordinary(source) else read_table(source.config, source.name)
+
+
+def mixers_of(source: CheckpointSource) -> dict[str, dict[str, Any]]:
+    """Return the mixer entries of a checkpoint that a conversion wrote, see `table_of`."""
+    return {} if _is_ordinary(source) else read_mixers(source.config, source.name)
+
+
+def _is_ordinary(source: CheckpointSource) -> bool:
+    return "quantization_config" not in source.config and (source.folder / REPORT_NAME).is_file()
+
+
 def renew_table(config: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a config with today's names of mixer options, unchanged if it has no table.
 
@@ -79,6 +101,11 @@ def stored_size(modules: dict[str, Any], tensors: Mapping[str, Any]) -> tuple[st
     if is_quantized(modules):
         return "bytes", sum(tensor.nbytes for tensor in tensors.values())
     return "params", sum(tensor.numel for tensor in tensors.values())
+
+
+def is_pruned(spec: dict[str, Any]) -> bool:
+    """Return whether a table entry is that of a linear of a pruned MLP."""
+    return spec.get("structure") == "pruned"
 
 
 def has_shims(config: dict[str, Any]) -> bool:

@@ -1,4 +1,7 @@
-"""Undo a conversion: multiply structured linears out to dense weights, one module at a time."""
+"""Undo a conversion: multiply structured linears out to dense weights, one module at a time.
+
+Pruned MLPs get their original widths again, with zeros for the neurons that were removed, which add nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from surgery.architectures.attention import output_path
 from surgery.architectures.experts import merge_experts
+from surgery.architectures.linears import LinearInfo, find_linears
 from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.rewrite import rewrite_checkpoint, write_shards
 from surgery.checkpoint.safetensors_io import DTYPES, FLOAT_DTYPES, TensorSource
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
-from surgery.checkpoint.table import has_shims, quantization_table, read_mixers, read_table
+from surgery.checkpoint.table import has_shims, is_pruned, mixers_of, quantization_table, table_of
 from surgery.checkpoint.tensor_names import check_tensors, map_tensor_names, unused_tensors
 from surgery.conversion.expert_tensors import merge_expert_tensors
 from surgery.conversion.replacement import load_replacement_module
@@ -36,6 +41,7 @@ from surgery.modeling.modules import (
     joined_paths,
     shares_basis,
 )
+from surgery.modeling.quantize import unconverted
 from surgery.modeling.quantizer import replace_modules, split_named_experts
 from surgery.structures import StructuredLinear
 from surgery.structures.call_scope import hold_groups
@@ -53,7 +59,12 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
     progress, out = progress or Progress(), Path(out)
     check_output_path(out, True)
     source = open_converted_checkpoint(converted)
-    table, mixers = read_table(source.config, converted), read_mixers(source.config, converted)
+    table, mixers = table_of(source), mixers_of(source)
+    if not table and not mixers and "quantization_config" not in source.config:
+        raise SurgeryError(
+            f"{converted} is an ordinary checkpoint already: its MLPs are pruned to one width, which config.json says, "
+            "and no other linears were replaced. Use it as it is"
+        )
     outputs = _output_projections(source, mixers)
     unused = unused_tensors(source.config["quantization_config"])
     check_openable(source, converted)
@@ -97,6 +108,7 @@ def densify_live(model: Any) -> int:
         if isinstance(module, REPLACED) and not path.startswith(inside)
     }
     structured = {path: module for path, module in modules.items() if not isinstance(module, SharedBasis)}
+    structured = {path: module for path, module in structured.items() if not is_pruned(table.get(path, {}))}
     guarded = {path for path, module in structured.items() if isinstance(module, GuardedLinear)}
     if mixers and structured.keys() <= guarded:
         raise SurgeryError(_only_mixers(type(model).__name__, len(mixers)))
@@ -105,10 +117,11 @@ def densify_live(model: Any) -> int:
         for path, module in structured.items()
         if not (path in guarded and path in outputs)
     }
+    dense |= _padded_modules(model, {path: spec for path, spec in table.items() if is_pruned(spec)})
     for path, module in dense.items():
         model.set_submodule(path, module)
     hold_groups(model)
-    for path in modules.keys() - structured.keys():
+    for path in (path for path, module in modules.items() if isinstance(module, SharedBasis)):
         parent, _, leaf = path.rpartition(".")
         delattr(model.get_submodule(parent), leaf)
     if config is not None:
@@ -118,6 +131,25 @@ def densify_live(model: Any) -> int:
     elif hasattr(model, "surgery_report"):
         del model.surgery_report
     return len(dense)
+
+
+def _padded_modules(model: Any, pruned: dict[str, Any]) -> dict[str, nn.Module]:
+    """Return the linears of the pruned MLPs of a model in memory in their original widths, see `_padded_entries`."""
+    if not pruned:
+        return {}
+    whole = {linear.path: linear for linear in find_linears(unconverted(model)).linears}
+    padded: dict[str, nn.Module] = {}
+    for path, spec in pruned.items():
+        module: Any = model.get_submodule(path)
+        weight_OI, bias_O = padded_weights(module, whole[path])
+        plain = {key: value for key, value in spec.items() if key not in ("bits", "group", "scales")}
+        linear: Any = build_module({**plain, "in_features": whole[path].in_, "out_features": whole[path].out})
+        trains = any(parameter.requires_grad for parameter in module.parameters())
+        linear.weight = nn.Parameter((weight_OI.mT if whole[path].transposed else weight_OI).contiguous(), trains)
+        linear.bias = None if bias_O is None else nn.Parameter(bias_O, trains)
+        copy_hooks(module, linear)
+        padded[path] = linear.train(module.training)
+    return padded
 
 
 def _only_mixers(name: str, count: int) -> str:
@@ -166,13 +198,13 @@ def check_openable(source: CheckpointSource, name: str) -> None:
 
     A model class that is code of the checkpoint is not checked.
     """
-    table, mixers = read_table(source.config, name), read_mixers(source.config, name)
+    table, mixers = table_of(source), mixers_of(source)
     if source.config.get("auto_map") and not has_shims(source.config):
         return
     model = build_unconverted_model(source)
     split_named_experts(model, source.tensors)
     replace_modules(model, table, mixers)
-    check_tensors(model, source.tensors, name, unused_tensors(source.config["quantization_config"]))
+    check_tensors(model, source.tensors, name, unused_tensors(source.config.get("quantization_config", {})))
     state = model.state_dict()
     for parameter, tensor in map_tensor_names(model, source.tensors, name).items():
         stored = source.tensors[tensor].shape
@@ -213,13 +245,17 @@ def _iter_tensors(
     source: CheckpointSource, table: dict[str, Any], folded: set[str], progress: Progress
 ) -> Iterator[TensorSource]:
     """Yield the unchanged tensors, then the dense weights."""
+    pruned = any(map(is_pruned, table.values()))
+    whole = {n.path: n for n in find_linears(build_unconverted_model(source)).linears} if pruned else {}
     paths = {entry.get("file_name", path): path for path, entry in table.items()}
     replaced = {f"{base}.{name}" for base, path in paths.items() for name in _stored_tensor_names(table[path])}
     replaced |= {f"{basis_path(base)}.weight" for base, path in paths.items() if shares_basis(table[path])}
     yield from (TensorSource.from_file(name, info) for name, info in source.tensors.items() if name not in replaced)
     with progress.bar("multiplying out", len(table)) as tick:
         for base, path in paths.items():
-            if not is_joined(table[path]):
+            if is_pruned(table[path]):
+                yield from _padded_entries(source, base, table[path], whole[path])
+            elif not is_joined(table[path]):
                 yield from dense_entries(source, base, table[path], path in folded)
             elif "matrix" in table[path]:
                 yield from joined_entries(source, table, path)
@@ -227,10 +263,39 @@ def _iter_tensors(
 
 
 def _stored_tensor_names(spec: dict[str, Any]) -> list[str]:
-    """Return the names of a module's tensors, without the bias, which is stored as in the source (unless it is
-    split).
+    """Return the names of a module's tensors, without the bias, which is stored as in the source (unless it is split or
+    of a pruned MLP).
     """
-    return [name for name in build_module(spec).state_dict() if name != "bias"]
+    return [name for name in build_module(spec).state_dict() if name != "bias" or is_pruned(spec)]
+
+
+@torch.no_grad()
+def _padded_entries(source: CheckpointSource, base: str, spec: dict[str, Any], whole: LinearInfo) -> list[TensorSource]:
+    """Return weight and bias of a linear of a pruned MLP with zeros for the neurons that were removed. whole: the
+    linear of the original.
+    """
+    module: Any = load_replacement_module(spec, base, source.tensors, torch.device("cpu"))
+    stored = DTYPES[
+        next(d for n in _stored_tensor_names(spec) if (d := source.tensors[f"{base}.{n}"].dtype) in FLOAT_DTYPES)
+    ]
+    weight_OI, bias_O = padded_weights(module, whole)
+    entries = [TensorSource.from_tensor(f"{base}.weight", (weight_OI.mT if whole.transposed else weight_OI).to(stored))]
+    return entries + ([] if bias_O is None else [TensorSource.from_tensor(f"{base}.bias", bias_O.to(stored))])
+
+
+def padded_weights(module: Any, whole: LinearInfo) -> tuple[Tensor, Tensor | None]:
+    """Return (weight (out, in), bias (out,) or None) of a linear of a pruned MLP, see `_padded_entries`."""
+    bias_O: Tensor | None = module.bias
+    if isinstance(module, QuantizedLinear):
+        weight_OI = module.dense()
+    else:
+        weight_OI = module.weight.mT if isinstance(module, Conv1D) else module.weight
+    weight_OI = F.pad(weight_OI, (0, whole.in_ - weight_OI.shape[1]))
+    parts, missing = len(whole.roles), whole.out - weight_OI.shape[0]  # a fused linear has rows of gate, then of up
+    weight_OI = F.pad(weight_OI.unflatten(0, (parts, -1)), (0, 0, 0, missing // parts)).flatten(0, 1)
+    if bias_O is not None:
+        bias_O = F.pad(bias_O.unflatten(0, (parts, -1)), (0, missing // parts)).flatten()
+    return weight_OI.contiguous(), bias_O
 
 
 @torch.no_grad()

@@ -352,7 +352,7 @@ def cost_points(target: LinearTarget, weight_OI: Tensor, metric: Metric) -> list
             if uniform is not None and uniform.rank >= target.round_ranks:  # a smaller rank would be no multiple
                 curve = [point for point in curve if point[0].rank >= target.round_ranks]
         for step, error in curve:
-            params = cls.params(step, target.out, target.in_)
+            params = target.structure_params(step)
             if params < target.numel:
                 points.append(CostPoint(params, error / 2))
     return points

@@ -64,11 +64,12 @@ class FitRecord:
 @dataclass
 class FitResult:
     """The result of a fit: a structured linear, or the dense matrix dense_OI. Both are in float32, with values that the
-    stored dtype represents exactly."""
+    stored dtype represents exactly. bias_change_O: added to the bias (O,); None if it stays as it is."""
 
     record: FitRecord
     linear: StructuredLinear | None
     dense_OI: Tensor | None = None
+    bias_change_O: Tensor | None = None
 
 
 @dataclass
@@ -272,7 +273,6 @@ def fit_result(target: LinearTarget, best: Candidate, stored: torch.dtype, secon
                 f"dense (a rule {{match: {target.linear.path}, structure: dense}}), or convert from a checkpoint in "
                 "bfloat16 or float32"
             )
-    params, macs = linear.cost() if linear is not None else (target.numel, target.numel)
     share = {"share": "experts"} if target.basis else {"share": "input"} if target.joined else {}
     record = FitRecord(
         name=target.name,
@@ -280,9 +280,9 @@ def fit_result(target: LinearTarget, best: Candidate, stored: torch.dtype, secon
         structure={**linear.config.to_dict(), **share} if linear is not None else {"structure": "dense"},
         shape=(target.out, target.in_),
         params_before=target.numel,
-        params_after=target.params(linear.config) if linear is not None else params,
+        params_after=target.params(linear.config) if linear is not None else target.numel,
         macs_before=target.numel,
-        macs_after=macs,
+        macs_after=target.macs(linear) if linear is not None else target.numel,
         error=best.error,
         start=best.start,
         sweeps=best.sweeps,

@@ -31,6 +31,7 @@ from surgery.checkpoint.report import (
     TuningReport,
 )
 from surgery.checkpoint.safetensors_io import FLOAT_DTYPES, file_digest, read_header
+from surgery.checkpoint.table import is_pruned
 from surgery.checkpoint.writer import concatenate, shard_name
 from surgery.conversion.context import NON_LAYER
 from surgery.conversion.mixer_init.base import build_mixer
@@ -38,7 +39,7 @@ from surgery.conversion.replacement import stored_module_name
 from surgery.conversion.sequential import untied_entries
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, mixer_config
-from surgery.modeling.modules import build_module, is_joined, shares_basis
+from surgery.modeling.modules import build_module, fewer_features, is_joined, shares_basis
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.speed import option_of, time_after, time_before, with_structures
 from surgery.planning.targets import Plan
@@ -178,7 +179,10 @@ class LayerShards:
             if table[path].get("structure") == "split":
                 shapes.pop(f"{base}.bias", None)
             state = build_module(table[path]).state_dict()
-            shapes |= {f"{base}.{name}": tuple(t.shape) for name, t in state.items() if name != "bias"}
+            own = {n: tuple(t.shape) for n, t in state.items() if n != "bias" or is_pruned(table[path])}
+            shapes |= {f"{base}.{name}": shape for name, shape in own.items()}
+            if is_pruned(table[path]) != bool(targets[path].neurons if path in targets else ()):
+                raise SurgeryError(f"the journal's entry for {path} is of a pruned MLP, or not, unlike the plan")
             if shares_basis(table[path]) != bool(targets[path].basis if path in targets else ""):
                 raise SurgeryError(f"the journal's entry for {path} shares a basis, or has its own, unlike the plan")
             if is_joined(table[path]) != bool(targets[path].joined if path in targets else ()):
@@ -396,7 +400,10 @@ def _check_table_entry(spec: dict[str, Any], linear: LinearInfo, base: str) -> N
     build_module(spec)  # raises SurgeryError if the entry is invalid
     parts = list(spec["parts"].values()) if spec.get("structure") == "split" else [spec]
     fits = sum(slice_spec["out_features"] for slice_spec in parts) == linear.out
-    fits &= all(slice_spec["in_features"] == linear.in_ and slice_spec["bias"] == linear.bias for slice_spec in parts)
+    fits &= all(slice_spec["in_features"] == linear.in_ for slice_spec in parts)
+    if is_pruned(spec):  # the rows of gate and up, or the columns of down
+        fits = fewer_features(spec, linear.in_, linear.out)
+    fits &= all(slice_spec["bias"] == linear.bias for slice_spec in parts)
     fits &= spec.get("file_name", linear.path) == base and spec.get("transposed", False) == linear.transposed
     if not fits:
         raise SurgeryError(f"the journal's entry for {linear.path} describes another linear: {str(spec)[:100]}")

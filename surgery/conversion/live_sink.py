@@ -20,6 +20,7 @@ from surgery.architectures.experts import RoutedExperts, keep_experts_split, spl
 from surgery.calibration.data import CalibrationSet
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import TensorInfo, TensorSource
+from surgery.checkpoint.table import is_pruned
 from surgery.checkpoint.writer import converted_config
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.live_source import path_prefix
@@ -138,6 +139,8 @@ class LiveSink:
             for linear in target.linears
             if linear.path not in self.table
         }
+        names = {path: f"{stored_module_name(meta_model, path)}.bias" for path in refits}
+        biases = {path: self.tensors[name] for path, name in names.items() if name in self.tensors}
         with _undone_on_error(model) as undo:
             if _splits_experts(meta_model, ctx.plan):
                 split_experts(model)
@@ -156,6 +159,8 @@ class LiveSink:
             connect_bases(model, sharing, {basis_path(path): _basis(self, meta_model, path) for path in sharing})
             for path, weight in refits.items():
                 _set_parameter(model.get_submodule(self.live_path(path)), "weight", weight, undo)
+            for path, bias in biases.items():
+                _set_parameter(model.get_submodule(self.live_path(path)), "bias", bias, undo)
             if not is_library_model(model):
                 model.surgery_report = report
                 return
@@ -164,7 +169,7 @@ class LiveSink:
                 _set_mixer(model, path, spec, self.tensors)
             for path in built:
                 untie(model, path)
-            _set_config(self, meta_model)
+            _set_config(self, meta_model, undo)
             model.surgery_report = report
             model.surgery_companions = (self.tokenizer, original_folder(model))
 
@@ -200,9 +205,10 @@ def _build(sink: LiveSink, meta_model: MetaModel, path: str, spec: dict[str, Any
     linear: Any = sink.model.get_submodule(sink.live_path(path))
     weight, base = linear.weight, stored_module_name(meta_model, path)
     module: Any = build_module(spec, device=weight.device, dtype=weight.dtype)
-    state = {name: sink.tensors[f"{base}.{name}"] for name in module.state_dict() if name != "bias"}
+    has_bias = is_pruned(spec)  # which has fewer outputs, or is tuned with them
+    state = {name: sink.tensors[f"{base}.{name}"] for name in module.state_dict() if has_bias or name != "bias"}
     module.load_state_dict(state, strict=False)
-    if spec["structure"] != "split" and linear.bias is not None:
+    if spec["structure"] != "split" and linear.bias is not None and not has_bias:
         module.bias = linear.bias
     for parameter in module.parameters():
         if parameter is not linear.bias:
@@ -287,10 +293,27 @@ def _set_mixer(model: Any, path: str, spec: dict[str, Any], tensors: dict[str, T
     attention.mixer.requires_grad_(not frozen)
 
 
-def _set_config(sink: LiveSink, meta_model: MetaModel) -> None:
-    """Record the table in the model's config; a replaced head or embedding is no longer tied."""
+def _set_config(sink: LiveSink, meta_model: MetaModel, undo: Undo) -> None:
+    """Record the table in the model's config, or the width of pruned MLPs; a replaced head or embedding is no longer
+    tied.
+    """
     source, config = meta_model.source, sink.model.config
-    for key, value in converted_config(source, meta_model, sink.table, sink.mixers).items():
-        if key != "quantization_config" and value != source.config.get(key):
+    new = converted_config(source, meta_model, sink.table, sink.mixers)
+    table = new.pop("quantization_config", None)
+    for key, value in new.items():
+        before = source.config.get(key)
+        if value == before:
+            continue
+        if isinstance(value, dict) and isinstance(before, dict):  # the config of a tower
+            for name in value.keys() - {n for n in before if before[n] == value.get(n)}:
+                _set_option(getattr(config, key), name, value[name], undo)
+        else:
             setattr(config, key, copy.deepcopy(value))
-    config.quantization_config = SurgeryConfig(sink.table, sink.mixers)
+    if table is not None:
+        config.quantization_config = SurgeryConfig(table["modules"], sink.mixers)
+
+
+def _set_option(config: Any, name: str, value: Any, undo: Undo) -> None:
+    before = getattr(config, name, None)
+    undo.append(lambda: setattr(config, name, before))
+    setattr(config, name, copy.deepcopy(value))

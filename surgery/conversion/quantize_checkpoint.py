@@ -13,7 +13,7 @@ from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.rewrite import rewrite_checkpoint, write_shards
 from surgery.checkpoint.safetensors_io import DTYPES, FLOAT_DTYPES, TensorSource
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
-from surgery.checkpoint.table import SHIM_NAME, is_quantized, read_table, renew_table
+from surgery.checkpoint.table import SHIM_NAME, is_quantized, quantization_table, renew_table, table_of
 from surgery.checkpoint.tensor_names import map_tensor_names
 from surgery.conversion.densify import check_openable
 from surgery.conversion.replacement import load_replacement_module
@@ -39,7 +39,7 @@ def quantize(
     progress, out, storage = progress or Progress(), Path(out), make_storage(bits, group)
     check_output_path(out, True)
     source = open_converted_checkpoint(converted)
-    table = read_table(source.config, converted)
+    table = table_of(source)
     if is_quantized(table):
         raise SurgeryError(f"{converted} is quantized already. Quantize the checkpoint that it was made from")
     check_openable(source, converted)
@@ -52,6 +52,7 @@ def quantize(
         entry |= {} if stored == path else {"file_name": stored}
     whole = {**table, **dense}
     config = copy.deepcopy(renew_table(source.config, converted))
+    config.setdefault("quantization_config", quantization_table({}, {}, []))
     config["quantization_config"]["modules"] = quantized_table(whole, storage)
     rewrite_checkpoint(
         source,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from surgery.architectures.linears import LinearInfo
 from surgery.checkpoint.meta_model import MetaModel, set_module_tensor
 from surgery.checkpoint.safetensors_io import DTYPES, TensorInfo, TensorSource, read_tensor
+from surgery.checkpoint.table import is_pruned
 from surgery.conversion.fit import FitRecord, FitResult
 from surgery.conversion.mixer_init import InitializedMixer
 from surgery.core.distributed import DistContext
@@ -25,7 +26,15 @@ from surgery.modeling.joined import JoinedLinear, connect_joined
 from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module, shares_basis
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.targets import LinearTarget, Plan
-from surgery.planning.weights import joined_entries, select_rows, slice_name, table_entry
+from surgery.planning.weights import (
+    joined_entries,
+    neuron_rows,
+    pruned_entries,
+    select_rows,
+    slice_name,
+    table_entry,
+    target_weight,
+)
 from surgery.structures import STRUCTURES, StructureConfig, StructuredLinear
 from surgery.structures.call_scope import hold_groups
 from surgery.structures.quantized import QuantizedLinear
@@ -64,9 +73,11 @@ class LayerReplacement:
         return {p: name for p, name in parameters.items() if p.rpartition(".")[0] not in self.modules}
 
     def find_structured(self) -> None:
-        """Set `structured` to the modules with structured weights, and the bases that experts share."""
+        """Set `structured` to the modules with structured weights, the linears of pruned MLPs, and the bases that
+        experts share.
+        """
         for path, module in self.modules.items():
-            if isinstance(module, (StructuredLinear, SplitLinear, JoinedLinear)):
+            if isinstance(module, (StructuredLinear, SplitLinear, JoinedLinear)) or is_pruned(self.table.get(path, {})):
                 self.structured[path] = module
             if isinstance(module, SharedLowRankLinear):
                 self.structured[basis_path(path)] = module.basis
@@ -144,13 +155,21 @@ def add_linear(
     if targets[0].joined:
         _add_joined(meta_model, targets[0], fitted[0], device, replacement)
         return
+    if targets[0].neurons and fitted[0].linear is not None:
+        _add_pruned(meta_model, targets[0], fitted[0], device, replacement)
+        return
     bias = _read_bias(meta_model, linear, device)
+    if bias is not None and fitted[0].bias_change_O is not None:
+        bias_dtype = DTYPES[meta_model.tensor_info(f"{linear.path}.bias").dtype]
+        bias = (bias + fitted[0].bias_change_O).to(bias_dtype).float()
     modules = [_with_bias(f, None if bias is None else select_rows(t, bias)) for t, f in zip(targets, fitted)]
     base, dtype = stored_module_name(meta_model, linear.path), stored_dtype(meta_model, targets[0])
     replacement.records += [f.record.to_dict() for f in fitted]
     if targets[0].part is None and fitted[0].linear is None:  # a refitted dense matrix, which has no table entry
         replacement.modules[linear.path] = modules[0]
         dense = fitted[0].dense_OI
+        if bias is not None and fitted[0].bias_change_O is not None:
+            replacement.entries.append(TensorSource.from_tensor(f"{base}.bias", bias.to(bias_dtype)))
         assert dense is not None
         replacement.entries.append(
             TensorSource.from_tensor(f"{base}.weight", (dense.mT if linear.transposed else dense).to(dtype))
@@ -211,6 +230,41 @@ def _add_joined(
             replacement.entries.append(TensorSource.from_tensor(f"{base}.{name}", tensor))
         start += linear.out
     connect_joined({linear.path: replacement.modules[linear.path] for linear in target.joined})
+
+
+def _add_pruned(
+    meta_model: MetaModel,
+    target: LinearTarget,
+    fitted: FitResult,
+    device: torch.device,
+    replacement: LayerReplacement,
+) -> None:
+    """Add the linears of a pruned MLP: the rows of gate and up for the neurons that stay, and `down` as it was fitted
+    to them.
+    """
+    replacement.records.append(fitted.record.to_dict())
+    pruned: Any = fitted.linear
+    columns_K = pruned.columns.long()
+    entries = pruned_entries(target, len(columns_K))
+    for linear in target.all_linears:
+        base, bias_O = stored_module_name(meta_model, linear.path), _read_bias(meta_model, linear, device)
+        if linear is target.linear:
+            weight_OI = pruned.weight[0].detach()
+            if bias_O is not None and fitted.bias_change_O is not None:
+                bias_O = bias_O + fitted.bias_change_O
+        else:
+            rows = neuron_rows(columns_K, linear, target.in_)
+            weight_OI = target_weight(meta_model, LinearTarget(linear, linear.out, 1.0, ()), device)[rows]
+            bias_O = None if bias_O is None else bias_O[rows]
+        spec = {**entries[linear.path], **_storage_options(base, linear)}
+        module = build_module(spec)
+        stored = {"weight": (weight_OI.mT if linear.transposed else weight_OI).contiguous()}
+        stored |= {} if bias_O is None else {"bias": bias_O}
+        for name, tensor in stored.items():
+            dtype = DTYPES[meta_model.tensor_info(f"{linear.path}.{name}").dtype]
+            set_module_tensor(module, name, tensor.to(dtype).float())
+            replacement.entries.append(TensorSource.from_tensor(f"{base}.{name}", tensor.to(dtype)))
+        replacement.modules[linear.path], replacement.table[linear.path] = module, spec
 
 
 def _read_bias(meta_model: MetaModel, linear: LinearInfo, device: torch.device) -> Tensor | None:
@@ -373,7 +427,7 @@ def _load_tensors(
         if info is None:
             raise SurgeryError(f"the checkpoint lacks tensor {base}.{name}, which its table needs")
         loaded = read_tensor(info)
-        if spec.get("structure") == "dense" and spec.get("transposed") and name == "weight":
+        if spec.get("structure") == "dense" and spec.get("transposed") and name == "weight" and "bits" not in spec:
             loaded = loaded.mT.contiguous()
         if loaded.shape != tensor.shape:
             raise SurgeryError(

@@ -256,7 +256,7 @@ class SequentialConverter:
             }
             fitted = broadcast_fits(self.runner.ranks, fits, call.device)
             for path in stage.paths:
-                results = [fitted[target.name] for target in targets[path]]
+                results = [with_bias_change(fitted[target.name], fit) for target in targets[path]]
                 add_linear(self.model, list(targets[path]), results, call.device, replacement)
                 if self.tune_epochs:
                     replacement.find_structured()
@@ -485,7 +485,9 @@ class SequentialConverter:
                 moments.add(x, x0, gap)
             self.runner.record_moment_bytes(moments.tensors() + (besides.tensors() if besides else []))
 
-        return accumulate_moments(weights, self.runner.rounds(rows.start, rows.stop), self.runner.ranks, add).means()
+        fits_bias = any(target.fits_bias for path in stage.paths for target in self.plan.targets[path])
+        rounds = self.runner.rounds(rows.start, rows.stop)
+        return accumulate_moments(weights, rounds, self.runner.ranks, add, fits_bias).means()
 
     def _inputs(
         self, call: LayerCall, stage: LinearStage, start: int, stop: int, replacement: LayerReplacement
@@ -535,16 +537,17 @@ def accumulate_moments(
     rounds: Sequence[Round],
     dist: DistContext,
     add: Callable[[InputMoments, Round], None],
+    fits_bias: bool = False,
 ) -> InputMoments:
     """Return the moments summed over all rounds.
 
     weights: target name -> (weight (O, I), whether the output is added to the residual stream). add(moments, round):
-    add this process's rows of a round. The partial sums are added in a fixed order, so the result has the same bits
+    add this process's rows of a round. fits_bias: see InputMoments. The partial sums are added in a fixed order, so the result has the same bits
     for any number of processes.
     """
-    total = InputMoments(weights)
+    total = InputMoments(weights, fits_bias)
     for i, round_ in enumerate(rounds):
-        round_moments = InputMoments(weights) if i or dist.count > 1 else total
+        round_moments = InputMoments(weights, fits_bias) if i or dist.count > 1 else total
         add(round_moments, round_)
         if round_moments is not total:
             total.ordered_reduce(round_moments, round_, dist, first=i == 0)
@@ -553,6 +556,14 @@ def accumulate_moments(
         for tensor in total.tensors():
             dist.gather_rows_(tensor)
     return total
+
+
+def with_bias_change(result: FitResult, moments: InputMoments) -> FitResult:
+    """Return a fit with the change of its bias, where that is fitted too."""
+    matrix_OI = result.dense_OI if result.linear is None else result.linear.dense()
+    if moments.mean_I is None or matrix_OI is None:
+        return result
+    return replace(result, bias_change_O=moments.bias_change(result.record.name, matrix_OI))
 
 
 def record_rows(result: FitResult, moments: InputMoments) -> None:

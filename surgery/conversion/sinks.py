@@ -202,7 +202,8 @@ class FolderSink:
         table, mixers = merged_tables(entries)
         config = converted_config(source, ctx.model, table, mixers)
         copy_companions(source, work_dir)
-        write_shims(work_dir, config, ctx.model.model)
+        if "quantization_config" in config:
+            write_shims(work_dir, config, ctx.model.model)
         write_json(work_dir / "config.json", config)
         shim = {SHIM_NAME} if config.get("auto_map") != source.config.get("auto_map") else set()
         self.delivered = {*delivered_files(source, weight_map), REPORT_NAME, *shim}

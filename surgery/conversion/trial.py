@@ -9,7 +9,7 @@ each contender's. Matrices are fitted to the original's inputs alone, which igno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -236,9 +236,22 @@ def choose_budgets(ctx: ConversionContext) -> tuple[dict[str, float], dict[str, 
 def budgets_by_gain(options: Mapping[str, list[CostPoint]], free: list[LinearTarget]) -> dict[str, int]:
     """Return the parameters of each free target where they lower the expected loss most, in total those of the uniform
     allocation.
+
+    MLPs with `width: uniform` are one module of the allocation, so that they get the same parameters.
     """
-    errors = {target.name: options[target.name] for target in free}
-    return allocate_budget(errors, sum(target.uniform_budget() for target in free))
+    modules: dict[str, list[LinearTarget]] = {}
+    for target in free:
+        modules.setdefault(f"{target.numel} together" if target.has_uniform_width else target.name, []).append(target)
+    errors = {
+        name: [_sum_points(points) for points in zip(*(options[target.name] for target in targets), strict=True)]
+        for name, targets in modules.items()
+    }
+    budgets = allocate_budget(errors, sum(target.uniform_budget() for target in free))
+    return {target.name: budgets[name] // len(targets) for name, targets in modules.items() for target in targets}
+
+
+def _sum_points(points: Sequence[CostPoint]) -> CostPoint:
+    return CostPoint(sum(point.params for point in points), sum(point.error for point in points))
 
 
 def measure_rank_errors(ctx: ConversionContext) -> dict[str, list[CostPoint]]:

@@ -28,6 +28,7 @@ from torch.optim.adam import adam
 from surgery.calibration.attention_samples import all_attention_replaced
 from surgery.checkpoint.meta_model import MetaModel, set_module_tensor
 from surgery.checkpoint.safetensors_io import DTYPES
+from surgery.checkpoint.table import is_pruned
 from surgery.conversion.norms import swapped_parameters, weight_offset
 from surgery.conversion.replacement import LayerReplacement, stored_module_name, swapped_modules
 from surgery.modeling.joined import JoinedLinear
@@ -270,7 +271,7 @@ def trained_parameters(
     for path, module in replacement.structured.items():
         base = stored_module_name(meta_model, path)
         for inner, submodule in module.named_modules():
-            if isinstance(submodule, (StructuredLinear, JoinedLinear)):
+            if isinstance(submodule, (StructuredLinear, JoinedLinear)) or is_pruned(replacement.table.get(path, {})):
                 names = [name for name, _ in submodule.named_parameters(recurse=False)]
                 names = [name for name in names if name != "bias" or f"{path}.bias" in original_names]
                 parameters |= {".".join(filter(None, (base, inner, name))): (submodule, name, "") for name in names}

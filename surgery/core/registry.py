@@ -13,7 +13,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Any, ClassVar, Generic, TypeVar, get_origin, get_type_hints
 
 from surgery.core.errors import SurgeryError, UnknownNameError, suggestion
 from surgery.core.plugins import HOW_TO_REGISTER, REGISTERED, load_entry_points, warn_of_broken_entry_points
@@ -75,7 +75,7 @@ def _field_adapters(config_type: Any) -> dict[str, Any]:
         hints = get_type_hints(config_type)
     except NameError:
         return {}
-    return {name: TypeAdapter(hint) for name, hint in hints.items() if name != "name"}
+    return {name: TypeAdapter(hint) for name, hint in hints.items() if get_origin(hint) is not ClassVar}
 
 
 def _is_shipped(config_type: type) -> bool:

@@ -53,14 +53,15 @@ class AppliedModelMixin(ConvertedModelMixin):
             return super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)  # type: ignore[misc]
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
-        shims = {"auto_map": getattr(config, "auto_map", None)}
-        write_shims(folder, shims, self)
         before = vars(config).get("auto_map")
-        config.auto_map = shims["auto_map"]
+        if getattr(config, "quantization_config", None) is not None:
+            shims = {"auto_map": before}
+            write_shims(folder, shims, self)
+            config.auto_map = shims["auto_map"]
         try:
             saved = super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)  # type: ignore[misc]
         finally:
-            if before is None:
+            if before is None and hasattr(config, "auto_map"):
                 del config.auto_map
         follow_umask(*folder.glob("*.safetensors"))
         _write_companions(folder, *self.surgery_companions)

@@ -271,3 +271,11 @@ def sibling(path: str, leaf: str) -> str:
     """Return the path of a module beside the one at `path`."""
     parent, dot, _ = path.rpartition(".")
     return f"{parent}{dot}{leaf}"
+
+
+def record_paths(name: str) -> list[str]:
+    """Return the paths of the linears of a record: one, those that a matrix joins (a.q_proj+k_proj+v_proj), or those of
+    a pruned MLP.
+    """
+    first, *others = name.partition(":")[0].split("+")
+    return [first, *(other if "." in other else sibling(first, other) for other in others)]

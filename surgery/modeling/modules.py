@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.architectures.experts import RoutedExperts
+from surgery.checkpoint.table import is_pruned
 from surgery.core.errors import SurgeryError, UnknownNameError
 from surgery.modeling.joined import DAMAGED as DAMAGED_TABLE
 from surgery.modeling.joined import JoinedLinear, sibling
@@ -96,7 +97,7 @@ def build_module(
     """Build the module of a table entry.
 
     The entry is {"structure": .., "in_features": .., "out_features": .., "bias": ..}, where the structure may be
-    "dense" or "folded" (GuardedLinear), or {"structure": "split", "parts": {role: entry}, "order": [role, ..], "heads":
+    "dense" or "folded" (GuardedLinear), "pruned" (a linear of a pruned MLP), or {"structure": "split", "parts": {role: entry}, "order": [role, ..], "heads":
     ..}. The order of the parts is a list because transformers sorts the keys of config.json
     (PreTrainedConfig.to_json_string in
     https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/configuration_utils.py). With `bits`, and
@@ -107,6 +108,7 @@ def build_module(
     of a group, {"structure": "joined", sizes, "first": name of the first, "start": first row in B} of the others.
     Raises SurgeryError if the entry is invalid.
     """
+    transposed = bool(spec.get("transposed"))
     spec = {k: v for k, v in spec.items() if k not in ("file_name", "transposed")}
     if "bits" in spec or "group" in spec:
         return _build_quantized(spec, device, dtype)
@@ -128,6 +130,10 @@ def build_module(
         return nn.Linear(in_, out, bias=bias, **factory)
     if spec["structure"] == "folded":
         return GuardedLinear(in_, out, bias=bias, **factory)
+    if is_pruned(spec):
+        if unknown := spec.keys() - {"structure"}:
+            raise SurgeryError(f"{DAMAGED_TABLE}: {min(unknown)[:50]!r} of structure pruned")
+        return _build_pruned(in_, out, bias, transposed, factory)
     config = config_from_dict(spec)
     structure: Any = SharedLowRankLinear if share else STRUCTURES[config]
     if isinstance(getattr(config, "blocks", None), str):
@@ -166,6 +172,36 @@ def _build_joined(spec: dict[str, Any], device: str | torch.device, dtype: torch
     made = JoinedLinear(in_, out, start, joined, first, spec["bias"], device=device, dtype=dtype)
     made.members = tuple(members or ())
     return made
+
+
+def _build_pruned(in_: int, out: int, bias: bool, transposed: bool, factory: dict[str, Any]) -> nn.Module:
+    """Return a linear of a pruned MLP: of the kind that it replaces, with fewer inputs or outputs."""
+    if not transposed:
+        return nn.Linear(in_, out, bias=bias, **factory)
+    from transformers.pytorch_utils import Conv1D
+
+    conv1d: Any = Conv1D
+    with torch.device(factory["device"]):
+        linear: nn.Module = conv1d(out, in_)
+    if not bias:
+        linear.bias = None  # type: ignore[assignment]
+    return linear.to(dtype=factory["dtype"])
+
+
+def mark_pruned(linear: nn.Module) -> None:
+    """Mark an ordinary linear as one of a pruned MLP, so that training counts it as new."""
+    linear.of_pruned_mlp = True  # type: ignore[assignment]
+
+
+def is_new(module: nn.Module) -> bool:
+    """Return whether a module was put in place of a linear by a conversion, or is of a pruned MLP."""
+    return isinstance(module, (StructuredLinear, SplitLinear, JoinedLinear)) or hasattr(module, "of_pruned_mlp")
+
+
+def fewer_features(spec: dict[str, Any], in_: int, out: int) -> bool:
+    """Return whether an entry of a pruned MLP suits a linear (out, in): it has fewer inputs, or fewer outputs, or all."""
+    sizes = (spec["in_features"], in_), (spec["out_features"], out)
+    return all(stored <= whole for stored, whole in sizes) and any(stored == whole for stored, whole in sizes)
 
 
 def is_joined(spec: dict[str, Any]) -> bool:
@@ -213,7 +249,7 @@ def _build_quantized(spec: dict[str, Any], device: str | torch.device, dtype: to
     plain = {k: v for k, v in spec.items() if k not in ("bits", "group", "scales")}
     if shares_basis(plain):
         raise SurgeryError(f"{DAMAGED_TABLE}: a linear whose basis is shared by experts is not stored as integers")
-    if plain.get("structure") == "dense":
+    if plain.get("structure") in ("dense", "pruned"):
         plain["structure"] = "folded"
     try:
         storage = Storage(spec.get("bits", 0), spec.get("group"))
@@ -236,7 +272,7 @@ def _build_quantized(spec: dict[str, Any], device: str | torch.device, dtype: to
 def quantized_entry(entry: dict[str, Any], storage: Storage) -> dict[str, Any]:
     """Return the table entry of a linear, structured or dense, with its storage."""
     entry = {**entry, "bits": storage.bits, **({"group": storage.group} if storage.group is not None else {})}
-    if entry["structure"] not in ("dense", "folded"):
+    if entry["structure"] not in ("dense", "folded", "pruned"):
         structure: Any = STRUCTURES[STRUCTURES.config_type(entry["structure"])]
         entry |= {"scales": "inputs"} if structure.scales_named else {}
     return entry
@@ -249,7 +285,7 @@ REPLACED = (
     GuardedLinear,
     QuantizedLinear,
 )  # what replaces a linear in a converted model
-UNJOINED = ("split", "joined", "dense", "folded")  # what cannot be the matrix of joined linears
+UNJOINED = ("split", "joined", "dense", "folded", "pruned")  # what cannot be the matrix of joined linears
 MAX_FEATURES = 2**26  # more features than any model has
 
 

@@ -63,7 +63,7 @@ def quantize_live(model: Any, bits: int = 8, group: int | None = None) -> dict[s
     if is_quantized(table.modules):
         raise SurgeryError(f"{kind} is quantized already. Load the checkpoint that it was made from")
     model_device(model)
-    skeleton = _unconverted(model)
+    skeleton = unconverted(model)
     split_named_experts(skeleton, table.modules)
     before, find = stored_bytes(model), ModuleFinder(model)
     dense = {path: entry for path, entry in dense_linears(skeleton, table.modules).items() if find(path) is not None}
@@ -84,7 +84,7 @@ def quantize_live(model: Any, bits: int = 8, group: int | None = None) -> dict[s
     return summary
 
 
-def _unconverted(model: Any) -> Any:
+def unconverted(model: Any) -> Any:
     """Return the model as it was before the conversion, on meta."""
     config = copy.deepcopy(model.config)
     del config.quantization_config

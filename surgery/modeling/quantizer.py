@@ -15,13 +15,20 @@ from transformers.quantizers.base import HfQuantizer
 from surgery.architectures.expert_layout import is_merge_rule
 from surgery.architectures.experts import has_split_experts, merged_experts, split_experts
 from surgery.checkpoint.safetensors_io import read_header
-from surgery.checkpoint.table import QUANT_METHOD, has_shims
+from surgery.checkpoint.table import QUANT_METHOD, has_shims, is_pruned
 from surgery.checkpoint.tensor_names import check_tensors, find_model_class, unused_tensors
 from surgery.core.errors import SurgeryError
 from surgery.mixers import mixer_config
 from surgery.modeling.converted_head import ConvertedModelMixin, converted_head
 from surgery.modeling.joined import connect_joined
-from surgery.modeling.modules import DAMAGED_TABLE, build_module, connect_bases, is_joined, shares_basis
+from surgery.modeling.modules import (
+    DAMAGED_TABLE,
+    build_module,
+    connect_bases,
+    fewer_features,
+    is_joined,
+    shares_basis,
+)
 from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.structures import StructuredLinear
 from surgery.structures.call_scope import hold_groups
@@ -166,7 +173,7 @@ def replace_modules(model: Any, table: dict[str, Any], mixers: dict[str, Any], s
         taken.add(module_path)
         if path in table:
             replacement = build_module(spec)
-            _check_sizes(model.get_submodule(module_path), replacement, module_path)
+            _check_sizes(model.get_submodule(module_path), replacement, module_path, spec)
             model.set_submodule(module_path, replacement)
             untie(model, module_path)
             sharing += [module_path] if shares_basis(spec) else []
@@ -190,15 +197,18 @@ def split_named_experts(model: Any, paths: Iterable[str]) -> None:
         split_experts(model)
 
 
-def _check_sizes(linear: Any, replacement: Any, path: str) -> None:
-    sizes = sorted((replacement.in_features, replacement.out_features))
-    weight = getattr(linear, "weight", None)
-    if weight is None or sorted(weight.shape) != sizes:
-        here = "no linear" if weight is None else f"a weight of shape {list(weight.shape)}"
+def _check_sizes(linear: Any, replacement: Any, path: str, spec: dict[str, Any]) -> None:
+    shape = list(getattr(linear, "weight", torch.empty(0)).shape)
+    if is_pruned(spec):
+        in_, out = spec["in_features"], spec["out_features"]
+        fits = len(shape) == 2 and fewer_features(spec, *(shape if spec.get("transposed") else reversed(shape)))
+    else:
+        in_, out = replacement.in_features, replacement.out_features
+        fits = sorted(shape) == sorted((in_, out))
+    if not fits:
+        here = f"a weight of shape {shape}" if hasattr(linear, "weight") else "no linear"
         raise SurgeryError(
-            f"{DAMAGED_TABLE}: its entry for {path!r} maps {replacement.in_features} features to "
-            f"{replacement.out_features}, where the "
-            f"model has {here}"
+            f"{DAMAGED_TABLE}: its entry for {path!r} maps {in_} features to {out}, where the model has {here}"
         )
 
 

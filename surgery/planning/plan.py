@@ -25,6 +25,7 @@ from surgery.core.registry import validate_config
 from surgery.mixers.softmax import describe_softmax
 from surgery.planning.attention_plan import find_attention_targets, softmax_shapes
 from surgery.planning.joined import check_joins, group_by_input
+from surgery.planning.pruned_mlps import find_pruned_mlps
 from surgery.planning.recipe import STRUCTURE_KEYS, ConversionRecipe, LinearSettings
 from surgery.planning.shared_bases import check_can_share, share_bases
 from surgery.planning.speed import plan_by_time
@@ -81,11 +82,14 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
         )
     targets: dict[str, tuple[LinearTarget, ...]] = {}
     joined, joining_notes = _joined_targets(recipe, layout)
-    notes += joining_notes
+    pruned, pruning_notes = _pruned_targets(recipe, layout, meta_model)
+    notes += joining_notes + pruning_notes
     for linear in layout.linears:
         if linear.layer and linear.layer not in layout.layers:
             continue  # of a tower that stays as it is
-        if linear.path in joined:
+        if linear.path in pruned:
+            linear_targets = pruned[linear.path]
+        elif linear.path in joined:
             linear_targets = joined[linear.path]
         else:
             linear_targets = _linear_targets(linear, recipe, meta_model, layout)
@@ -242,7 +246,7 @@ def _joined_targets(
     for linear in layout.linears:
         if len(linear.roles) == 1 and not linear.experts and not (linear.layer and linear.layer not in layout.layers):
             settings = _resolve_settings(linear, linear.roles[0], recipe, layout)
-            if settings.share == "input" and settings.structure != "dense":
+            if settings.share == "input" and settings.structure not in ("dense", "pruned"):
                 candidates[linear.path] = (linear, settings)
     groups = group_by_input(candidates)
     targets: dict[str, tuple[LinearTarget, ...]] = {}
@@ -253,6 +257,34 @@ def _joined_targets(
         targets |= {linear.path: () for linear in linears}
         targets[linears[0].path] = (replace(target, joined=tuple(linears)),)
     return targets, check_joins(recipe, groups, candidates, layout.linears)
+
+
+def _pruned_targets(
+    recipe: ConversionRecipe, layout: ModelLayout, meta_model: ModelDescription
+) -> tuple[dict[str, tuple[LinearTarget, ...]], list[str]]:
+    """Return (targets by path for the linears with `structure: pruned`, notes for the user).
+
+    Of an MLP only `down` has a target; linears that belong to no MLP have none.
+    """
+    inside = [linear for linear in layout.linears if linear.layer in (*layout.layers, "")]
+    settings = {n.path: [_resolve_settings(n, role, recipe, layout) for role in n.roles or ("",)] for n in inside}
+    rules = [rule for rule in recipe.rules if rule.structure == "pruned"]
+    named = {n.path: r.match for n in inside for r in rules for x in n.roles or ("",) if matches_pattern(r.match, n, x)}
+    mlps, notes = find_pruned_mlps(recipe, layout, settings, named, meta_model.model)
+    targets: dict[str, tuple[LinearTarget, ...]] = {}
+    targets |= {
+        path: () for path, several in settings.items() if mlps and any(s.structure == "pruned" for s in several)
+    }
+    for mlp in mlps:
+        chosen = settings[mlp.down.path][0]
+        config = _structure_config("pruned", chosen, auto=False)
+        target = LinearTarget(mlp.down, mlp.down.out, chosen.keep, (config,), neurons=mlp.neurons)
+        try:
+            preview = fit_target(config, target, target.uniform_budget())
+        except SurgeryError as error:
+            raise SurgeryError(f"plan: {target.name}: {error}") from None
+        targets[mlp.down.path] = (replace(target, preview=preview),)
+    return targets, notes
 
 
 def _resolve_settings(linear: LinearInfo, role: str, recipe: ConversionRecipe, layout: ModelLayout) -> LinearSettings:
@@ -366,10 +398,10 @@ def _check_dtypes(meta_model: ModelDescription, target: LinearTarget) -> None:
     """Raise SurgeryError if a weight is not of floating point, or if those that one matrix would replace differ in
     dtype.
     """
-    infos = [meta_model.tensor_info(f"{linear.path}.weight") for linear in target.linears]
+    infos = [meta_model.tensor_info(f"{linear.path}.weight") for linear in target.all_linears]
     for info in infos:
         check_float_dtype(info)
-    if len({info.dtype for info in infos}) > 1:
+    if target.joined and len({info.dtype for info in infos}) > 1:
         kinds = ", ".join(f"{linear.path} {info.dtype}" for linear, info in zip(target.linears, infos))
         raise SurgeryError(
             f"plan: share: input stores one matrix in one dtype, and these weights differ ({kinds}). Add a rule "
@@ -423,9 +455,14 @@ def _roles(layout: ModelLayout) -> Iterable[str]:
 def fit_config_to_budget(config: Any, target: LinearTarget, budget: float) -> Any | None:
     """Return the config fitted to a budget of `budget` parameters, or None if no fit exists."""
     try:
-        return fit_rounded(config, (target.out, target.in_), budget, target.round_ranks)
+        return fit_target(config, target, budget)
     except SurgeryError:
         return None
+
+
+def fit_target(config: Any, target: LinearTarget, budget: float) -> Any:
+    """Return the config fitted to a budget of `budget` parameters. Raises SurgeryError if no fit exists."""
+    return fit_rounded(config, (target.out, target.in_), target.matrix_budget(budget), target.round_ranks)
 
 
 def fit_rounded(config: Any, shape: tuple[int, int], budget: float, multiple: int) -> Any:

@@ -10,6 +10,7 @@ rules:                # later rules win; match: a role or a path, with * and ?
   - {match: attention.key, structure: dense, layers: "2:-2"}
   - {match: "expert.*", structure: low_rank, share: experts}    # one basis for the experts of a layer, see shared_bases.py
   - {match: "attention.*", share: input}    # one matrix for query, key and value, see joined.py
+  - {match: "mlp.*", structure: pruned}     # fewer neurons, see pruned_mlps.py; width: 768, or uniform: one for all layers
 attention: {mixer: linear, mask: decay}    # see attention_recipe.py
 tune: {model: 20}     # epochs of training on the calibration text after the fit
 
@@ -39,11 +40,29 @@ BlockShape = Literal["sqrt", "budget"] | Count | tuple[Annotated[int, Field(ge=1
 Rank = Literal["full"] | Annotated[int, Field(ge=1)]
 Grid = tuple[Count, Count] | tuple[Count, Count, Count]  # with the largest block rank
 Levels = Annotated[int, Field(ge=1, le=32, strict=True)] | tuple[Count | Grid | Literal["sqrt", "monarch"], ...]
+Width = Literal["uniform"] | Count  # neurons of a pruned MLP
+Multiple = Annotated[int, Field(ge=1, le=4096, strict=True)]
 Cores = Annotated[int, Field(ge=2, le=16, strict=True)]
 LevelRanks = tuple[Annotated[int, Field(ge=0, strict=True)], ...]
 Sharing = Literal["none", "experts", "input"]  # what shares one right factor
 Epochs = Annotated[int, Field(ge=0, le=1000, strict=True)]
-STRUCTURE_KEYS = ("blocks", "levels", "ranks", "cores", "rank", "order")  # keys that are options of the structure
+STRUCTURE_KEYS = (
+    "blocks",
+    "levels",
+    "ranks",
+    "cores",
+    "rank",
+    "order",
+    "width",
+    "multiple",
+)  # keys that are options of the structure
+
+SIZE_KEYS = ("rank", "ranks", "width")  # those that give a size, which the budget chooses otherwise
+
+
+def is_given(size: Any) -> bool:
+    """Return whether the value of a size key is a size, and not left to the budget."""
+    return size not in (None, "uniform")
 
 
 class _StrictModel(BaseModel):
@@ -69,6 +88,8 @@ class Rule(_StrictModel):
     cores: Cores | None = None
     rank: Rank | None = None
     order: Literal["contiguous", "strided"] | None = None
+    width: Width | None = None
+    multiple: Multiple | None = None
     fused: Literal["whole", "split"] | None = None
     share: Sharing | None = None
 
@@ -95,6 +116,8 @@ class LinearSettings(BaseModel):
     cores: Cores | None = None
     rank: Rank | None = None
     order: Literal["contiguous", "strided"] | None = None
+    width: Width | None = None
+    multiple: Multiple | None = None
     fused: Literal["whole", "split"] = "whole"
     share: Sharing = "none"
 
@@ -130,6 +153,8 @@ class ConversionRecipe(_StrictModel):
     cores: Cores | None = None
     rank: Rank | None = None
     order: Literal["contiguous", "strided"] | None = None
+    width: Width | None = None
+    multiple: Multiple | None = None
     speed: SpeedRecipe | None = None  # instead of `keep`
     round_ranks: int = Field(1, ge=1, le=4096, strict=True)  # ranks chosen by the budget are multiples of it
     layers: str = ":"
@@ -168,7 +193,12 @@ class ConversionRecipe(_StrictModel):
         if not names:
             raise SurgeryError("candidates: name at least one structure, for example [low_rank, btt]")
         for name in names:
-            STRUCTURES.config_type(name)
+            config_type: Any = STRUCTURES.config_type(name)
+            if config_type.of_mlp:
+                raise SurgeryError(
+                    f"candidates: {name} replaces the linears of an MLP together, and a candidate replaces one. Leave "
+                    f"it out, and give MLPs a rule {{match: mlp.*, structure: {name}}}"
+                )
         return names
 
     @model_validator(mode="before")
@@ -207,7 +237,7 @@ class ConversionRecipe(_StrictModel):
         """Refuse parameters and ranks beside `speed`, which spends time."""
         if self.speed is None:
             return self
-        sizes = ("keep", "rank", "ranks")
+        sizes = ("keep", *SIZE_KEYS)
         keys = [name for name in sizes if name in self.model_fields_set]
         keys += [name for rule in self.rules for name in sizes if getattr(rule, name) is not None]
         if keys:
@@ -243,6 +273,8 @@ class ConversionRecipe(_StrictModel):
             "cores": self.cores,
             "rank": self.rank,
             "order": self.order,
+            "width": self.width,
+            "multiple": self.multiple,
             "fused": self.fused,
             "share": self.share,
         }
@@ -256,7 +288,7 @@ class ConversionRecipe(_StrictModel):
             if rule.structure not in (None, base["structure"]):
                 base.update(dict.fromkeys(STRUCTURE_KEYS))  # these options belong to the structure that was replaced
             base.update({k: v for k in base if (v := getattr(rule, k)) is not None})
-        if base["keep"] >= 1 and base["rank"] is None and base["ranks"] is None:
+        if base["keep"] >= 1 and not any(is_given(base[key]) for key in SIZE_KEYS):
             base["structure"] = "dense"
         return LinearSettings(**base)
 
@@ -335,6 +367,8 @@ EXPECTED_VALUES = {
     "cores": "a whole number from 2 to 16, for example 3",
     "rank": "a whole number over 0, or full",
     "order": "contiguous or strided",
+    "width": "a whole number over 0, for example 768, or uniform",
+    "multiple": "a whole number from 1 to 4096, for example 64",
     "share": "experts, input or none",
     "round_ranks": "a whole number from 1 to 4096, for example 64",
     "speed": "a ratio over 1 and the GPU that it was measured on, for example {prefill: 1.4, tokens: 8192, device: NVIDIA H200}",

@@ -13,8 +13,8 @@ import torch
 from surgery.architectures.linears import LinearInfo, ModelLayout
 from surgery.mixers import AttentionShape
 from surgery.planning.attention_plan import AttentionTarget, keep_heads
-from surgery.planning.recipe import ConversionRecipe
-from surgery.structures import STRUCTURES, StructureConfig
+from surgery.planning.recipe import SIZE_KEYS, ConversionRecipe, is_given
+from surgery.structures import STRUCTURES, StructureConfig, StructuredLinear
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class LinearTarget:
     dense matrix; a preview of None stays dense. share: whether the recipe asks for a basis shared by the experts of the
     layer. basis: path of that basis, "" if the matrix has none; stores_basis: whether the numbers of the basis count
     with this matrix, the first that uses it. joined: the linears that the matrix replaces, whose rows follow one
-    another in it; () if it is `linear` alone, which is the first of them.
+    another in it; () if it is `linear` alone, which is the first of them. neurons: of an MLP that is pruned, the linears
+    whose outputs make the neurons that `linear` reads (gate and up); () of others.
     """
 
     linear: LinearInfo
@@ -70,12 +71,16 @@ class LinearTarget:
     basis: str = ""
     stores_basis: bool = False
     joined: tuple[LinearInfo, ...] = ()
+    neurons: tuple[LinearInfo, ...] = ()
 
     @property
     def name(self) -> str:
-        """The path of the linear, with :role for a part of a fused linear; of joined ones a.q_proj+k_proj+v_proj."""
-        if self.joined:
-            return "+".join([self.linear.path, *(linear.path.rpartition(".")[2] for linear in self.joined[1:])])
+        """The path of the linear, with :role for a part of a fused linear; of joined ones a.q_proj+k_proj+v_proj, of a
+        pruned MLP a.gate_proj+up_proj+down_proj.
+        """
+        if self.joined or self.neurons:
+            first, *others = self.all_linears
+            return "+".join([first.path, *(_beside(first.path, linear.path) for linear in others)])
         return self.linear.path if self.part is None else f"{self.linear.path}:{self.part.role}"
 
     @property
@@ -84,11 +89,18 @@ class LinearTarget:
         return self.joined or (self.linear,)
 
     @property
+    def all_linears(self) -> tuple[LinearInfo, ...]:
+        """The linears that change: those that the matrix replaces, and of a pruned MLP those of its neurons, which come
+        first.
+        """
+        return (*self.neurons, *self.linears)
+
+    @property
     def roles(self) -> list[str]:
-        """The roles of the matrix's rows."""
+        """The roles of the matrix's rows; of a pruned MLP those of all its linears."""
         if self.part is not None:
             return [self.part.role]
-        return [role for linear in self.linears for role in linear.roles]
+        return [role for linear in self.all_linears for role in linear.roles]
 
     @property
     def in_(self) -> int:
@@ -97,8 +109,13 @@ class LinearTarget:
 
     @property
     def numel(self) -> int:
-        """The number of elements of the matrix."""
-        return self.out * self.in_
+        """The number of elements of the matrix, or of all matrices of a pruned MLP."""
+        return self.in_ * self.column_params
+
+    @property
+    def column_params(self) -> int:
+        """The elements of a column of the matrix; in an MLP that is pruned, those of a neuron in all its matrices."""
+        return self.out + sum(linear.out // self.in_ * linear.in_ for linear in self.neurons)
 
     @property
     def has_fixed_rank(self) -> bool:
@@ -106,8 +123,18 @@ class LinearTarget:
         budget allocation.
         """
         return bool(self.basis) or any(
-            getattr(config, key, None) is not None for config in self.configs for key in ("rank", "ranks")
+            is_given(getattr(config, key, None)) for config in self.configs for key in SIZE_KEYS
         )
+
+    @property
+    def has_uniform_width(self) -> bool:
+        """Whether all pruned MLPs get one width, which the budget chooses."""
+        return any(getattr(config, "width", None) == "uniform" for config in self.configs)
+
+    @property
+    def fits_bias(self) -> bool:
+        """Whether the bias of `linear` is fitted too: neurons that are removed have a mean."""
+        return bool(self.neurons) and self.linear.bias
 
     def uniform_budget(self) -> float:
         """Return the number of parameters under a uniform allocation."""
@@ -118,10 +145,23 @@ class LinearTarget:
 
         A shared basis counts with the first matrix that uses it.
         """
-        stored: int = STRUCTURES[config].params(config, self.out, self.in_)
+        stored = self.structure_params(config)
         if self.basis and not self.stores_basis:
             stored -= config.rank * self.in_  # type: ignore[attr-defined]
         return stored + len(self.joined)  # the `weight` of each JoinedLinear
+
+    def structure_params(self, config: StructureConfig) -> int:
+        """Return the stored elements of a structure; of a pruned MLP those of all its linears."""
+        stored: int = STRUCTURES[config].params(config, self.out, self.in_)
+        return stored // self.out * self.column_params if self.neurons else stored
+
+    def macs(self, linear: StructuredLinear) -> int:
+        """Return the multiply-accumulates per token of a structure in place of this matrix."""
+        return self.params(linear.config) if self.neurons else linear.macs()
+
+    def matrix_budget(self, params: float) -> float:
+        """Return how many of `params` elements the matrix itself may have: of a pruned MLP the share of `linear`."""
+        return params // self.column_params * self.out if self.neurons else params
 
     @property
     def basis_rank(self) -> int:
@@ -131,6 +171,12 @@ class LinearTarget:
     def basis_params(self) -> int:
         """Return how many of the stored elements of `preview` belong to a shared basis."""
         return self.basis_rank * self.in_ if self.stores_basis else 0
+
+
+def _beside(first: str, path: str) -> str:
+    """Return the last part of a path if the rest is that of `first`, else the whole path."""
+    parent, _, leaf = path.rpartition(".")
+    return leaf if parent == first.rpartition(".")[0] else path
 
 
 @dataclass(frozen=True)
@@ -221,7 +267,7 @@ class Plan:
         alone.
         """
         targets = (slices[0] for slices in self.targets.values())
-        return {linear.path: t for t in targets for linear in t.linears if layer is None or linear.layer == layer}
+        return {linear.path: t for t in targets for linear in t.all_linears if layer is None or linear.layer == layer}
 
     def replaced_targets(self) -> list[LinearTarget]:
         """Return the targets that get a structure."""

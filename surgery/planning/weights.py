@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.architectures.linears import find_linears
+from surgery.architectures.linears import LinearInfo, find_linears
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import read_tensor
 from surgery.core.errors import SurgeryError
@@ -100,6 +100,25 @@ def joined_entries(target: LinearTarget, config: StructureConfig) -> dict[str, d
     outs = {name: linear.out for name, linear in linears.items()}
     entries = group_entries(target.in_, outs, config.to_dict())
     return {linear.path: {**entries[name], "bias": linear.bias} for name, linear in linears.items()}
+
+
+def pruned_entries(target: LinearTarget, width: int) -> dict[str, dict[str, Any]]:
+    """Return the table entries of the linears of a pruned MLP by path, in the order in which they run. width: neurons
+    that stay.
+    """
+    entries = {}
+    for linear in target.all_linears:
+        is_down = linear is target.linear
+        in_, out = (width, linear.out) if is_down else (linear.in_, linear.out // target.in_ * width)
+        entries[linear.path] = {"structure": "pruned", "in_features": in_, "out_features": out, "bias": linear.bias}
+    return entries
+
+
+def neuron_rows(columns_K: Tensor, linear: LinearInfo, neurons: int) -> Tensor:
+    """Return the output rows of a linear that make these neurons of an MLP; a fused one has rows of gate, then of
+    up.
+    """
+    return torch.cat([columns_K + start for start in range(0, linear.out, neurons)])
 
 
 def role_weight(meta_model: MetaModel, layer: str, role: str) -> tuple[Tensor, Tensor | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable
 from fractions import Fraction
@@ -16,7 +17,7 @@ from surgery.architectures.attention import attention_paths, attention_shape
 from surgery.architectures.linears import LinearInfo, ModelLayout, find_linears
 from surgery.checkpoint.outline import describe_unconverted_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
-from surgery.checkpoint.table import read_mixers, read_table, stored_size
+from surgery.checkpoint.table import is_pruned, mixers_of, stored_size, table_of
 from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME, read_json
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
@@ -24,7 +25,8 @@ from surgery.mixers.cache_size import cache_bytes
 from surgery.mixers.head_hybrid import HeadHybrid
 from surgery.mixers.masks.base import MASKS
 from surgery.mixers.softmax import Softmax, describe_softmax
-from surgery.modeling.joined import sibling
+from surgery.modeling.joined import record_paths
+from surgery.planning.pruned_mlps import MLP_ROLES
 from surgery.planning.renamed import renew_report
 from surgery.planning.speed import speed_dict
 from surgery.planning.targets import LinearTarget, Plan
@@ -57,11 +59,12 @@ def _plan_row(target: LinearTarget) -> dict[str, Any]:
     if target.preview is None:
         return {**row, "structure": "dense", "after": target.numel, "macs": round(target.numel * target.linear.active)}
     label = describe_structure(_preview_dict(target) or {}) if len(target.configs) == 1 or target.options else "auto"
-    _, macs = _structure_cost(target.preview, target.out, target.in_)
+    after = target.params(target.preview)
+    macs = after if target.neurons else _structure_cost(target.preview, target.out, target.in_)[1]
     return {
         **row,
         "structure": label,
-        "after": target.params(target.preview),
+        "after": after,
         "macs": round(macs * target.linear.active),
     }
 
@@ -114,6 +117,8 @@ def describe_structure(structure: dict[str, Any]) -> str:
         words.append("ranks " + "+".join(str(n) for n in structure["ranks"]))
     elif structure.get("rank") is not None and (structure["structure"] != "monarch" or structure["rank"] != 1):
         words.append(f"rank {structure['rank']}")
+    if isinstance(structure.get("width"), int):
+        words.append(f"width {structure['width']}")
     if structure.get("order") == "strided":
         words.append("strided")
     return " ".join(words)
@@ -156,6 +161,9 @@ def unchanged_linears(plan: Plan) -> list[dict[str, Any]] | None:
         return None
     shapes = [((t.out, t.in_), False) for targets in plan.targets.values() for t in targets if not t.configs]
     replaced = plan.replaced_linears()
+    for target in plan.replaced_targets():
+        width = getattr(target.preview, "width", 0)
+        shapes += [(narrowed_shape(n, target.in_, width), False) for n in target.all_linears if target.neurons]
     rest = [linear for linear in plan.layout.linears if linear.path not in replaced]
     return _counted_shapes(shapes + [((linear.out, linear.in_), "head" in linear.roles) for linear in rest])
 
@@ -183,13 +191,13 @@ def read_report(folder: Path, name: str) -> dict[str, Any]:
 def inspect(name: str) -> dict[str, Any]:
     """Return the report of a converted checkpoint, compared with the stored tensors and extended by costs."""
     source = open_converted_checkpoint(name)
-    table, report = read_table(source.config, name), read_report(source.folder, name)
+    table, report = table_of(source), read_report(source.folder, name)
     unit, stored = stored_size(table, source.tensors)
     as_reported = stored == report["totals"][f"{unit}_after"]
     report["checks"] = {f"stored_{unit}": stored, "as_reported": as_reported, "structured_linears": len(table)}
     report["macs_per_token"] = macs_per_token(report, source)
     report["linears"] = report_linears(report, source)
-    if read_mixers(source.config, name):
+    if mixers_of(source):
         report |= checkpoint_costs(source)
         report["training_kernels"] = training_kernels(checkpoint_mixers(source))
         from surgery.conversion.toeplitz import toeplitz_fits
@@ -205,7 +213,7 @@ def checkpoint_costs(source: CheckpointSource, lengths: tuple[int, ...] | None =
 
     Raises SurgeryError for models of remote code.
     """
-    mixers = read_mixers(source.config, source.name)
+    mixers = mixers_of(source)
     model = describe_unconverted_model(source)
     with_mixers = _mixers_of(model, mixers)
     with_softmax = (attention_shape(model, path) for path in attention_paths(model) if path not in mixers)
@@ -214,7 +222,7 @@ def checkpoint_costs(source: CheckpointSource, lengths: tuple[int, ...] | None =
 
 def checkpoint_mixers(source: CheckpointSource) -> list[tuple[str, MixerConfig, AttentionShape]]:
     """Return (path, config, shape) of every mixer of a converted checkpoint."""
-    return _mixers_of(describe_unconverted_model(source), read_mixers(source.config, source.name))
+    return _mixers_of(describe_unconverted_model(source), mixers_of(source))
 
 
 def _mixers_of(model: Any, mixers: dict[str, dict[str, Any]]) -> list[tuple[str, MixerConfig, AttentionShape]]:
@@ -225,13 +233,17 @@ def macs_per_token(report: dict[str, Any], source: CheckpointSource) -> dict[str
     """Return multiply-accumulates per token of all linears, before and after; FLOPs are twice that.
 
     Attention scores, which depend on the context, are not counted. Of routed experts those count that compute a token.
-    None for models of remote code.
+    None for models of remote code. The config may say the width of pruned MLPs already, so that its model has fewer.
     """
     try:
         layout: ModelLayout = find_linears(describe_unconverted_model(source))
     except SurgeryError:  # a model of remote code
         return None
     before = sum(linear.out * linear.in_ * linear.active for linear in layout.linears)
+    sizes = {linear.path: linear.out * linear.in_ for linear in layout.linears}
+    for record in report["modules"]:
+        if is_pruned(record["structure"]):
+            before += record["macs_before"] - sum(sizes[path] for path in record_paths(record["name"]))
     change = report["totals"]["macs_after"] - report["totals"]["macs_before"]
     idle = {linear.path: 1 - linear.active for linear in layout.linears if linear.experts}
     change -= sum((r["macs_after"] - r["macs_before"]) * idle.get(r["name"], 0) for r in report["modules"])
@@ -251,9 +263,15 @@ def report_linears(report: dict[str, Any], source: CheckpointSource) -> dict[str
         return None
     if report.get("storage") or any(linear.experts for linear in layout.linears):
         return None
-    replaced = Counter(json.dumps([r["structure"], r["shape"], r.get("outputs")]) for r in report["modules"])
-    paths = {path for record in report["modules"] for path in record_paths(record["name"])}
-    others = [((n.out, n.in_), "head" in n.roles) for n in layout.linears if n.path not in paths]
+    records = [record for record in report["modules"] if not is_pruned(record["structure"])]
+    replaced = Counter(json.dumps([r["structure"], r["shape"], r.get("outputs")]) for r in records)
+    widths = pruned_widths(report)
+    paths = {path for record in report["modules"] for path in record_paths(record["name"])} - widths.keys()
+    others = [
+        (narrowed_shape(n, *widths.get(n.path, (0, 0))), "head" in n.roles)
+        for n in layout.linears
+        if n.path not in paths
+    ]
     kinds = ((*json.loads(kind), count) for kind, count in replaced.items())
     return {
         "replaced": [
@@ -264,10 +282,31 @@ def report_linears(report: dict[str, Any], source: CheckpointSource) -> dict[str
     }
 
 
-def record_paths(name: str) -> list[str]:
-    """Return the paths of the linears of a record: one, or those that a matrix joins (a.q_proj+k_proj+v_proj)."""
-    first, *others = name.partition(":")[0].split("+")
-    return [first, *(sibling(first, leaf) for leaf in others)]
+def pruned_widths(report: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Return (neurons before, neurons that stay) of each linear of a pruned MLP, by path."""
+    return {
+        path: (record["shape"][1], record["structure"]["width"])
+        for record in report["modules"]
+        if is_pruned(record["structure"])
+        for path in record_paths(record["name"])
+    }
+
+
+def narrowed_shape(linear: LinearInfo, neurons: int, width: int) -> tuple[int, int]:
+    """Return the shape (out, in) of a linear, in a pruned MLP with `width` of its neurons.
+
+    The linear may have it already, if the config says the width. neurons: 0 for other linears.
+    """
+    if not neurons or not set(linear.roles) & set(MLP_ROLES):
+        return linear.out, linear.in_
+    if "mlp.down" in linear.roles:
+        return linear.out, width
+    return width * len(linear.roles), linear.in_
+
+
+def _kind_of_structure(structure: dict[str, Any]) -> str:
+    """Return a structure's description without its size, which differs from matrix to matrix."""
+    return re.split(" rank| width", describe_structure(structure))[0]
 
 
 def inspect_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -282,7 +321,7 @@ def inspect_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
         errors = sorted(
             r["error"] for r in replaced if r["error"] is not None
         )  # models trained from scratch have no errors
-        names = [NOT_REPLACED if is_dense(r) else describe_structure(r["structure"]).split(" rank")[0] for r in records]
+        names = [NOT_REPLACED if is_dense(r) else _kind_of_structure(r["structure"]) for r in records]
         rows.append(
             {
                 "role": role,

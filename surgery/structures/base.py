@@ -57,10 +57,12 @@ class MuP(NamedTuple):
 class StructureConfig:
     """Base of all structure configs. `name` is the value of `structure` in recipes and checkpoints.
 
-    rank None: the largest rank within the budget of the plan.
+    rank None: the largest rank within the budget of the plan. of_mlp: whether it replaces the linears of an MLP
+    together, and not one matrix.
     """
 
     name: ClassVar[str]
+    of_mlp: ClassVar[bool] = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as plain data, for recipes and checkpoints.

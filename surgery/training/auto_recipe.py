@@ -24,7 +24,7 @@ from surgery.architectures.positions import longest_input
 from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.table import read_mixers, read_table
 from surgery.core.errors import SurgeryError
-from surgery.training.models import open_trainable
+from surgery.training.models import open_trainable, pruned_linears
 from surgery.training.recipe import HealingRecipe, load_healing_recipe
 
 AUTO = "auto"
@@ -165,7 +165,7 @@ def read_facts(source: Any, linears: int | None = None, mixers: int | None = Non
     """
     converted = "quantization_config" in source.config
     if linears is None:
-        linears = len(read_table(source.config, source.name)) if converted else 0
+        linears = len(read_table(source.config, source.name) if converted else pruned_linears(source))
     if mixers is None:
         mixers = len(read_mixers(source.config, source.name)) if converted else 0
     model = build_unconverted_model(source)

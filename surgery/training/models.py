@@ -17,8 +17,11 @@ from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.remote_code import check_code_trusted
 from surgery.checkpoint.safetensors_io import TensorInfo
 from surgery.checkpoint.source import CheckpointSource, open_checkpoint, open_converted_checkpoint
-from surgery.checkpoint.table import QUANT_METHOD, is_quantized, read_table
+from surgery.checkpoint.table import QUANT_METHOD, is_pruned, is_quantized, read_table
 from surgery.core.errors import SurgeryError
+from surgery.core.files import REPORT_NAME, read_json
+from surgery.modeling.joined import record_paths
+from surgery.modeling.modules import mark_pruned
 from surgery.training.optim import parameter_infos
 from surgery.training.sharded_tensors import allocate_meta_tensors, scatter_values
 
@@ -78,11 +81,21 @@ def load_student(source: CheckpointSource, trust_remote_code: bool = False, *, o
     """Load the student, frozen, in float32: bfloat16 would round away updates of relative size 1e-5.
 
     Experts become linears, which have the names of the tensors in the files, so that trained values can be written
-    back. on_meta: as for `load_causal_lm`.
+    back. Linears of pruned MLPs are marked as such. on_meta: as for `load_causal_lm`.
     """
     student = load_causal_lm(source, torch.float32, trust_remote_code, on_meta=on_meta)
     split_experts(student)
+    for path in pruned_linears(source):
+        mark_pruned(student.get_submodule(path))
     return student.requires_grad_(False)
+
+
+def pruned_linears(source: CheckpointSource) -> list[str]:
+    """Return the paths of the linears of pruned MLPs, from the report, which an ordinary checkpoint has too."""
+    path = source.folder / REPORT_NAME
+    report = read_json(path) if path.is_file() else None
+    records = report.get("modules", ()) if isinstance(report, dict) else ()
+    return [path for record in records if is_pruned(record["structure"]) for path in record_paths(record["name"])]
 
 
 def load_teacher(

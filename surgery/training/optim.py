@@ -34,7 +34,7 @@ from surgery.core.project import install_command
 from surgery.mixers import Mixer
 from surgery.modeling.cache import mixer_modules
 from surgery.modeling.joined import JoinedLinear, sibling
-from surgery.modeling.modules import GuardedLinear, SplitLinear
+from surgery.modeling.modules import GuardedLinear, is_new
 from surgery.structures import StructuredLinear
 from surgery.training.sharded_tensors import clone_sharded, local_shard
 
@@ -232,9 +232,7 @@ def select_parameters(model: nn.Module, trains: Iterable[str], roles: dict[str, 
     bare = tuple(
         f"{path}." for path, module in mixer_modules(model) if not any(True for _ in module.mixer.parameters())
     )
-    new_places = tuple(
-        f"{path}." for path, m in model.named_modules() if isinstance(m, (StructuredLinear, SplitLinear, JoinedLinear))
-    )
+    new_places = tuple(f"{path}." for path, module in model.named_modules() if is_new(module))
     found: set[str] = set()
     trains = tuple(trains)
     for word in trains:

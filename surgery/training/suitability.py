@@ -8,16 +8,14 @@ from typing import Any
 from torch import nn
 
 from surgery.modeling.cache import mixer_modules
-from surgery.modeling.modules import SplitLinear
-from surgery.structures import StructuredLinear
+from surgery.modeling.modules import is_new
 from surgery.training.stages import STAGES
 from surgery.training.stages.base import StageConfig
 
 
 def is_converted(model: nn.Module) -> bool:
     """Return whether any linear or attention of the model was replaced."""
-    replaced = any(isinstance(module, (StructuredLinear, SplitLinear)) for module in model.modules())
-    return replaced or any(True for _ in mixer_modules(model))
+    return any(map(is_new, model.modules())) or any(True for _ in mixer_modules(model))
 
 
 def recipe_warnings(name: str, model: nn.Module, stages: Iterable[StageConfig]) -> list[str]:

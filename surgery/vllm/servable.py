@@ -14,7 +14,7 @@ from typing import Any
 
 from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
-from surgery.checkpoint.table import QUANT_METHOD, is_quantized, read_mixers, read_table
+from surgery.checkpoint.table import QUANT_METHOD, is_pruned, is_quantized, read_mixers, read_table
 from surgery.checkpoint.tensor_names import check_tensors
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, MixerConfig, mixer_config
@@ -90,6 +90,11 @@ def check_config(config: dict[str, Any], name: str) -> ServedTable:
                 f"{name}, {path}: the linear is stored as integers, which vLLM's plugin does not serve. Serve the "
                 "checkpoint that it was "
                 "made from, or use `transformers serve`"
+            )
+        if is_pruned(entry):
+            raise SurgeryError(
+                f"{name}, {path}: the MLPs have different widths, which vLLM's classes have no place for. Convert with "
+                "width: uniform, or use `transformers serve`, or `surgery serve`, which chooses it"
             )
         if shares_basis(entry):
             raise SurgeryError(

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.small import FAMILIES, GENERATIVE_FAMILIES, make_recipe, model_outputs, tiny_inputs
+from helpers.small import FAMILIES, GENERATIVE_FAMILIES, make_recipe, matrix_structures, model_outputs, tiny_inputs
 
 import surgery  # noqa: F401
 from surgery.checkpoint.meta_model import model_class
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
 from surgery.planning.recipe import ConversionRecipe
-from surgery.structures import STRUCTURES
 
 
 def load(folder):
@@ -28,7 +27,7 @@ def worst(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def pairs():
     """BTT in every family, and the other structures in turns: every one in several families."""
-    others = [name for name in STRUCTURES.names() if name != "btt"]
+    others = [name for name in matrix_structures() if name != "btt"]
     for n, family in enumerate(FAMILIES):
         yield from ((family, "btt"), (family, others[n % len(others)]))
 

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 import transformers
-from helpers.small import Logits, make_recipe, model_outputs, relative, run_python, tiny_inputs
+from helpers.small import Logits, make_recipe, matrix_structures, model_outputs, relative, run_python, tiny_inputs
 from helpers.small_mixers import (
     MIXER_SPECS,
     DecayedConfig,
@@ -27,7 +27,7 @@ from surgery.core.errors import SurgeryError
 from surgery.mixers import mixer_config
 from surgery.mixers.common.softmax import QUERIES_PER_PASS
 from surgery.modeling.modules import SplitLinear
-from surgery.structures import STRUCTURES, StructuredLinear
+from surgery.structures import StructuredLinear
 
 
 def load(folder, **options):
@@ -81,7 +81,7 @@ def test_every_auto_class_loads_it(family, auto, converted, densified):
     cls = getattr(transformers, auto)
     model, plain = (cls.from_pretrained(f, dtype=torch.float32).eval() for f in (converted(family), densified(family)))
     assert type(model) is type(plain)
-    assert len({m.config.name for m in structured_linears(model).values()}) == len(STRUCTURES.names())
+    assert len({m.config.name for m in structured_linears(model).values()}) == len(matrix_structures())
     inputs = tiny_inputs(family, 2)
     found, expected = model_outputs(model, inputs), model_outputs(plain, inputs)
     assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5

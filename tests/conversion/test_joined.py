@@ -16,7 +16,7 @@ import torch
 import torch.utils.checkpoint
 from helpers import killing
 from helpers.forked import run_processes
-from helpers.small import checkpoint_logits, make_recipe, relative, tiny_config, tiny_inputs
+from helpers.small import checkpoint_logits, make_recipe, matrix_structures, relative, tiny_config, tiny_inputs
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -26,7 +26,6 @@ from surgery.conversion.convert import convert
 from surgery.core.errors import SurgeryError
 from surgery.modeling.joined import JoinedLinear, connect_joined
 from surgery.modeling.modules import build_module
-from surgery.structures import STRUCTURES
 from surgery.structures.call_scope import ATTRIBUTE, hold_groups
 
 PIVOTED = {"structure": "pivoted_low_rank", "keep": 0.5, "share": "input", "sweeps": 1}
@@ -151,7 +150,7 @@ def test_weights_of_different_dtypes_are_not_joined(source, tmp_path):
 
 
 # -- conversions -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("structure", sorted(STRUCTURES.names()))
+@pytest.mark.parametrize("structure", matrix_structures())
 def test_every_structure_is_exact_at_full_rank_and_back(structure, source, tmp_path):
     if structure in ("monarch",):
         pytest.skip("the blocks of Monarch determine its rank")

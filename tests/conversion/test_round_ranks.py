@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.small import allocate_by_gain, make_recipe
+from helpers.small import allocate_by_gain, make_recipe, matrix_structures
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +20,7 @@ from surgery.structures.monarch import Monarch
 SHAPES = st.sampled_from([(48, 64), (64, 48), (37, 53), (7, 120), (64, 64), (256, 192)])
 
 
-@pytest.mark.parametrize("name", STRUCTURES.names())
+@pytest.mark.parametrize("name", matrix_structures())
 @settings(max_examples=30, deadline=None)
 @given(shape=SHAPES, keep=st.floats(0.05, 1.0), multiple=st.sampled_from([2, 3, 8, 64]))
 def test_a_rank_is_a_multiple_and_within_the_budget(name, shape, keep, multiple):

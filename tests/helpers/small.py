@@ -81,6 +81,13 @@ def tiny_inputs(family: str, rows: int, length: int = 24, seed: int = 1) -> dict
     return inputs
 
 
+def matrix_structures() -> list[str]:
+    """Return the names of the structures that replace one matrix; that of MLPs has tests of its own."""
+    from surgery.structures import STRUCTURES
+
+    return [name for name in STRUCTURES.names() if not STRUCTURES.config_type(name).of_mlp]
+
+
 def make_recipe(**keys):
     """Validate a conversion recipe given as keyword arguments."""
     from surgery.planning.recipe import validate_recipe

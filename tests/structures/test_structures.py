@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from helpers.small import matrix_structures
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,7 @@ from surgery.structures.metric import add_moment_, damp_output_gram
 from surgery.structures.monarch import Monarch
 from surgery.structures.pivoted_low_rank import maximal_volume_rows
 
-NAMES = STRUCTURES.names()
+NAMES = matrix_structures()
 # Odd, prime, square, wide, tall, one row.
 DIMS = st.sampled_from([(48, 64), (64, 48), (37, 53), (31, 16), (7, 120), (121, 11), (64, 64), (5, 5)])
 LAWS = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))

@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ALIGNED = str(ROOT / "recipes" / "papers" / "healing" / "aligned.yaml")
 # What is decided by trained weights, decided here.
 DECIDED = {"auto-half": ["structure=btt", "blocks=[4, 4]"], "hybrid-25": ["attention.hybrid={layers: [0]}"]}
+DECIDED["pruned-half"] = ["rules.0.multiple=8"]  # of the 48 neurons of the tiny model
 
 
 @pytest.fixture(scope="module")

@@ -77,11 +77,15 @@ def bare_target(target: LinearTarget) -> LinearTarget:
     lacks. Monarch is counted as BTT on a grid of 16 x 16 (less where that does not fit), because its own grids have
     thousands of blocks, which take as many steps to count.
     """
-    linear = replace(target.linear, path="matrix", layer="layer", index=0, expert=0, experts="", active=1.0)
+    linear, *neurons = (
+        replace(linear, path="matrix", layer="layer", index=0, expert=0, experts="", active=1.0)
+        for linear in (target.linear, *target.neurons)
+    )
     configs = tuple(dict.fromkeys(_counted_config(c, target) for c in target.configs))
     return replace(
-        target, linear=linear, part=None, configs=configs, share=False, basis="", stores_basis=False, joined=()
-    )
+        target, linear=linear, part=None, configs=configs, share=False, basis="", stores_basis=False, joined=(),
+        neurons=tuple(neurons),
+    )  # fmt: skip
 
 
 def _counted_config(config: StructureConfig, target: LinearTarget) -> StructureConfig:
@@ -158,8 +162,9 @@ def count_stage(stage: StageTask) -> StageCount:
 @lru_cache(1024)
 def _count_stage(stage: StageTask) -> StageCount:
     with _counted(stage.device, *(task.target for task in stage.tasks)) as counter:
+        targets = [replace(t.target, linear=replace(t.target.linear, path=str(i))) for i, t in enumerate(stage.tasks)]
         weights = {
-            str(i): (_zeros(task.target.out, task.target.in_), task.residual) for i, task in enumerate(stage.tasks)
+            target.name: (_zeros(target.out, target.in_), task.residual) for target, task in zip(targets, stage.tasks)
         }
         start = counter.held
         counter.peak = start
@@ -167,12 +172,11 @@ def _count_stage(stage: StageTask) -> StageCount:
         held, of_held = _count_moments(counter, weights, stage, stage.held, 1) if stage.held else (None, Work())
         context = FitContext(fit, None if held is None else lambda: held, damping=stage.damping, sweeps=stage.sweeps)
         fits, dense = [], []
-        for i, task in enumerate(stage.tasks):
+        for target, task in zip(targets, stage.tasks):
             before = counter.mark()
             context.gram = _gram(task)
-            fit.targets[str(i)].weight_OI = weights[str(i)][0]
-            target = replace(task.target, linear=replace(task.target.linear, path=str(i)))
-            result = fit_linear(target, target.uniform_budget(), weights[str(i)][0], context)
+            fit.targets[target.name].weight_OI = weights[target.name][0]
+            result = fit_linear(target, target.uniform_budget(), weights[target.name][0], context)
             dense.append(result.linear.dense() if result.linear is not None else result.dense_OI)
             del result
             fits.append(counter.work.minus(before))

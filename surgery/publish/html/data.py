@@ -14,7 +14,7 @@ from surgery.architectures.attention import attention_paths, attention_shape
 from surgery.architectures.base import ROLES
 from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
-from surgery.checkpoint.table import read_mixers
+from surgery.checkpoint.table import mixers_of
 from surgery.core.errors import SurgeryError
 from surgery.core.files import read_json
 from surgery.mixers import mixer_config
@@ -122,7 +122,7 @@ def load_page_data(name: str, measured: Path | None = None) -> PageData:
 def _add_attention(data: PageData, source: CheckpointSource) -> None:
     """Fill `mixing`, and `costs` at each length of CONTEXTS."""
     data.dtype = str(source.dtype).removeprefix("torch.")
-    mixers = {path: mixer_config(spec) for path, spec in read_mixers(source.config, source.name).items()}
+    mixers = {path: mixer_config(spec) for path, spec in mixers_of(source).items()}
     try:
         model = build_unconverted_model(source)
         paths = attention_paths(model)

@@ -26,6 +26,11 @@ FARS = (
 )
 GUO = "Guo et al. 2025, Log-Linear Attention, arXiv:2506.04761"
 KASAI = "Kasai et al. 2021, Finetuning Pretrained Transformers into RNNs, arXiv:2103.13076"
+LIN = "Lin et al. 2024, MoDeGPT: Modular Decomposition for Large Language Model Compression, arXiv:2408.09632"
+MA = "Ma et al. 2023, LLM-Pruner: On the Structural Pruning of Large Language Models, arXiv:2305.11627"
+MURALIDHARAN = (
+    "Muralidharan et al. 2024, Compact Language Models via Pruning and Knowledge Distillation, arXiv:2407.14679"
+)
 KATHAROPOULOS = (
     "Katharopoulos et al. 2020, Transformers are RNNs: Fast Autoregressive Transformers with Linear Attention, "
     "arXiv:2006.16236"
@@ -77,6 +82,7 @@ PAPERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "mlr": (KUANG,),
         "monarch": (DAO,),
         "pivoted_low_rank": (ZHAO,),
+        "pruned": (LIN, MURALIDHARAN, MA),
         "tensor_train": (OSELEDETS, QIU),
     },
     "mixer": {

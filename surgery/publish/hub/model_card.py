@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint.source import CheckpointSource
-from surgery.checkpoint.table import read_mixers
+from surgery.checkpoint.table import is_pruned, mixers_of
 from surgery.core.errors import SurgeryError
 from surgery.core.files import size_text
 from surgery.core.plugins import PLUGINS
@@ -59,13 +59,13 @@ def render_card(
         f"# {repo.split('/')[-1]}",
         _introduction(source, report, name),
         _replacement_section(source, report),
-        _usage_section(repo),
+        _usage_section(repo, source),
         _plugin_note(source),
         _eval_section(source, items, report),
         _training_section(report),
         _limits_section(report, license),
         _recipe_section(report),
-        _papers_section(source),
+        _papers_section(source, report),
     ]
     return "\n\n".join(section for section in parts if section) + "\n"
 
@@ -83,7 +83,7 @@ def _count_structures(report: dict[str, Any]) -> Counter[str]:
 
 def _count_mixers(source: CheckpointSource) -> Counter[str]:
     """Return the number of layers per mixer, e.g. {"linear-hierarchical": 4}."""
-    return Counter(_mixer_name(spec) for spec in read_mixers(source.config, source.name).values())
+    return Counter(_mixer_name(spec) for spec in mixers_of(source).values())
 
 
 def _mixer_name(spec: dict[str, Any]) -> str:
@@ -129,7 +129,7 @@ def _replacement_section(source: CheckpointSource, report: dict[str, Any]) -> st
 
 def cache_rows(source: CheckpointSource) -> list[str]:
     """Return the row of the cache's size at CARD_CONTEXT tokens; [] without mixers, and for models of remote code."""
-    if not read_mixers(source.config, source.name):
+    if not mixers_of(source):
         return []
     try:
         costs = checkpoint_costs(source, (CARD_CONTEXT,))
@@ -144,18 +144,22 @@ def _row(label: str, before: int, after: int) -> str:
     return f"| {label} | {format_count(before)} | {format_count(after)} | {format_share(after, before)} |"
 
 
-def _usage_section(repo: str) -> str:
-    return f"""## Use
+def _usage_section(repo: str, source: CheckpointSource) -> str:
+    is_ordinary = "quantization_config" not in source.config
+    code = f"""## Use
 
 ```python
-# {install_command()}
+{"# pip install transformers" if is_ordinary else f"# {install_command()}"}
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{repo}")
 tokenizer = AutoTokenizer.from_pretrained("{repo}")
 ```
 
-Where surgery is installed, no program has to import it. A Python that was started before the installation, or without `.pth` files, needs
+"""
+    if is_ordinary:
+        return f"{code}It is an ordinary checkpoint: its MLPs have fewer neurons, which config.json says."
+    return f"""{code}Where surgery is installed, no program has to import it. A Python that was started before the installation, or without `.pth` files, needs
 `import surgery` first, or `trust_remote_code=True`, which executes two lines that import surgery. Without surgery, transformers cannot load the replaced weights. `surgery densify {repo} --out DENSE` converts structured linears back to
 dense ones, which transformers loads without it."""
 
@@ -164,7 +168,7 @@ def _plugin_note(source: CheckpointSource) -> str:
     """Return what must be installed beside surgery: the code of structures and mixers of the user's own, which is not
     uploaded.
     """
-    table = source.config["quantization_config"]
+    table = source.config.get("quantization_config", {})
     used = set(_names({key: table.get(key, {}) for key in ("modules", "mixers")}))
     plugins = [
         f"{r.what} `{plain(n)}`" for r in (STRUCTURES, MIXERS, MASKS, FEATURES) for n in r.plugin_names() if n in used
@@ -272,6 +276,7 @@ def _recipe_section(report: dict[str, Any]) -> str:
     return f"## Recipe\n\n{fence}yaml\n{text}\n{fence}\n\nSeed {plain(report['seed'])}; {summary}."
 
 
-def _papers_section(source: CheckpointSource) -> str:
-    cited = cited_papers(source.config["quantization_config"])
+def _papers_section(source: CheckpointSource, report: dict[str, Any]) -> str:
+    pruned = [record["structure"] for record in report["modules"] if is_pruned(record["structure"])]
+    cited = cited_papers([source.config.get("quantization_config", {}), pruned])
     return "\n".join(["## Papers", "", *(f"- {paper}" for paper in cited)]) if cited else ""

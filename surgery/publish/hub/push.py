@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from surgery.checkpoint.source import SAFE_WEIGHTS_INDEX_NAME, CheckpointSource, open_converted_checkpoint
-from surgery.checkpoint.table import read_table, stored_size
+from surgery.checkpoint.table import stored_size, table_of
 from surgery.conversion.densify import check_openable
 from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME
@@ -211,7 +211,7 @@ def _check_name(repo: str) -> None:
 
 
 def _check_parameter_count(source: CheckpointSource, report: dict[str, Any]) -> None:
-    unit, stored = stored_size(read_table(source.config, source.name), source.tensors)
+    unit, stored = stored_size(table_of(source), source.tensors)
     claimed, what = report["totals"][f"{unit}_after"], {"params": "parameters"}.get(unit, unit)
     if stored != claimed:
         raise SurgeryError(

@@ -38,7 +38,7 @@ from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module
 from surgery.planning.plan import make_plan
 from surgery.planning.recipe import ConversionRecipe
 from surgery.planning.targets import LinearTarget, Plan
-from surgery.planning.weights import joined_entries, slice_name, table_entry
+from surgery.planning.weights import joined_entries, pruned_entries, slice_name, table_entry
 from surgery.structures import StructuredLinear
 from surgery.structures.base import MuP
 from surgery.structures.call_scope import hold_groups
@@ -108,15 +108,17 @@ def replace_linears(model: Any, plan: Plan) -> None:
 
 
 def _module_entries(targets: tuple[LinearTarget, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (path, entry of the quantization_config) of the linear, or of those that are joined; none if it stays
-    dense.
+    """Yield (path, entry of the quantization_config) of the linear, of those that are joined, or of those of a pruned
+    MLP; none if it stays dense.
     """
     linear, specs = targets[0].linear, [table_entry(target, target.preview) for target in targets]
     if all(target.preview is None for target in targets):
         return
-    if targets[0].joined:
-        assert targets[0].preview is not None
-        for path, entry in joined_entries(targets[0], targets[0].preview).items():
+    if targets[0].joined or targets[0].neurons:
+        preview: Any = targets[0].preview
+        is_pruned = bool(targets[0].neurons)
+        entries = pruned_entries(targets[0], preview.width) if is_pruned else joined_entries(targets[0], preview)
+        for path, entry in entries.items():
             yield path, {**entry, **({"transposed": True} if linear.transposed else {})}
         return
     if targets[0].part is None:

@@ -194,8 +194,8 @@ def initial_report(plan: Plan, folder: Path, recipe: PretrainRecipe) -> dict[str
 
 def _module_record(target: Any) -> dict[str, Any]:
     structure = STRUCTURES[target.preview]
-    macs = structure(target.in_, target.out, target.preview, bias=False, device="meta").macs()
+    macs = target.macs(structure(target.in_, target.out, target.preview, bias=False, device="meta"))
     record = {"name": target.name, "roles": target.roles}
     record |= {"shape": [target.out, target.in_], "structure": target.preview.to_dict(), "error": None}
-    record |= {"params_before": target.numel, "params_after": structure.params(target.preview, target.out, target.in_)}
+    record |= {"params_before": target.numel, "params_after": target.structure_params(target.preview)}
     return {**record, "macs_before": target.numel, "macs_after": macs}

@@ -1,0 +1,158 @@
+"""MLPs whose neurons are pruned (`structure: pruned`): which linears belong to one, and what cannot be pruned.
+
+An MLP is down act(up x), or down (act(gate x) * up x): every neuron is a row of gate and of up, and a column of down.
+The three are one target. See surgery/structures/pruned.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from surgery.architectures.linears import LinearInfo, ModelLayout
+from surgery.core.errors import SurgeryError
+from surgery.planning.recipe import ConversionRecipe, LinearSettings
+
+MLP_ROLES = ("mlp.gate", "mlp.up", "mlp.down")
+Settings = Mapping[str, Sequence[LinearSettings]]  # by path of a linear, for each of its roles
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """The linears of one MLP. neurons: those of gate and up, or a fused one of both. down: the one that reads them."""
+
+    neurons: tuple[LinearInfo, ...]
+    down: LinearInfo
+
+    @property
+    def linears(self) -> tuple[LinearInfo, ...]:
+        """All linears, in the order in which they run."""
+        return (*self.neurons, self.down)
+
+
+def find_pruned_mlps(
+    recipe: ConversionRecipe, layout: ModelLayout, settings: Settings, named: Mapping[str, str], model: Any
+) -> tuple[list[Mlp], list[str]]:
+    """Return the MLPs that the recipe prunes, and notes for the user.
+
+    settings: of the linears of the layers that are converted. named: linears that a rule with `structure: pruned`
+    matches, with its pattern.
+
+    Raises SurgeryError for linears that are named and are not of an MLP, for experts, and for MLPs whose linears have
+    different settings, share their weights or do more than an MLP does.
+    """
+    chosen = [linear for linear in layout.linears if _is_pruned(settings.get(linear.path, ()))]
+    if not chosen:
+        return [], []
+    if recipe.speed is not None:
+        raise SurgeryError("plan: speed has no measured times for structure pruned. Give keep instead of speed")
+    for linear in chosen:
+        if linear.experts:
+            raise SurgeryError(
+                f"plan: {linear.path} is of a routed expert, whose neurons structure pruned cannot remove yet. Give "
+                'the experts another structure, for example a rule {match: "expert.*", structure: low_rank}, or dense'
+            )
+        if linear.path in named and not set(linear.roles) & set(MLP_ROLES):
+            raise SurgeryError(
+                f"plan: pattern {named[linear.path]!r} matches {linear.path} ({', '.join(linear.roles) or 'no role'}), "
+                "and structure pruned removes neurons of MLPs. Match mlp.*, or give this linear another structure"
+            )
+    mlps = [mlp for layer in dict.fromkeys(linear.layer for linear in chosen) for mlp in _mlps(layer, layout)]
+    pruned = [mlp for mlp in mlps if any(linear in chosen for linear in mlp.linears)]
+    for mlp in pruned:
+        _check_settings(mlp, settings)
+        _check_shapes(mlp, model)
+    shares = {one.keep for mlp in pruned for one in settings[mlp.down.path] if one.width == "uniform"}
+    if len(shares) > 1:
+        raise SurgeryError(
+            f"plan: width: uniform gives all MLPs one width, and rules give them different shares (keep "
+            f"{', '.join(f'{share:g}' for share in sorted(shares))}). Give one keep, or leave width out"
+        )
+    inside = {linear.path for mlp in pruned for linear in mlp.linears}
+    others = [linear for linear in chosen if linear.path not in inside]
+    for linear in others:
+        if set(linear.roles) & set(MLP_ROLES):
+            raise SurgeryError(
+                f"plan: {linear.path} ({', '.join(linear.roles)}) is the only linear of its MLP that is known, so its "
+                "neurons cannot be removed. Give it another structure"
+            )
+    if not pruned:
+        raise SurgeryError(
+            "plan: structure pruned finds no MLP in this model, because no architecture says which linears are gate, up "
+            "and down, or the layers that are converted have none. Choose another structure"
+        )
+    roles = dict.fromkeys(role or "linears without a role" for linear in others for role in linear.roles or ("",))
+    notes = [f"structure pruned: {', '.join(roles)} stay dense, which are of no MLP"] if roles else []
+    return pruned, notes
+
+
+def _is_pruned(settings: Sequence[LinearSettings]) -> bool:
+    return any(one.structure == "pruned" for one in settings)
+
+
+def _mlps(layer: str, layout: ModelLayout) -> list[Mlp]:
+    """Return the MLPs of a layer: by their parent if it has several, such as a dense one and a shared expert."""
+    linears = [n for n in layout.linears if n.layer == layer and set(n.roles) & set(MLP_ROLES)]
+    downs = [linear for linear in linears if "mlp.down" in linear.roles]
+    mlps = []
+    for down in downs:
+        parent = down.path.rpartition(".")[0]
+        members = [n for n in linears if len(downs) == 1 or n.path.rpartition(".")[0] == parent]
+        neurons = tuple(n for n in members if n is not down)
+        if neurons:
+            mlps.append(Mlp(neurons, down))
+    return mlps
+
+
+def _check_settings(mlp: Mlp, settings: Settings) -> None:
+    """Raise SurgeryError unless all linears of an MLP have the same settings."""
+    first, *others = [one for linear in mlp.linears for one in settings[linear.path]]
+    if any(one != first for one in others):
+        given = "; ".join(
+            f"{linear.path}: " + ", ".join(f"{one.structure} keep {one.keep:g}" for one in settings[linear.path])
+            for linear in mlp.linears
+        )
+        raise SurgeryError(
+            "plan: structure pruned removes a neuron from all linears of an MLP, so they need the same settings (got "
+            f"{given}). Give them in one rule for mlp.*"
+        )
+
+
+def _check_shapes(mlp: Mlp, model: Any) -> None:
+    """Raise SurgeryError unless gate and up make the neurons that down reads, one by one, and own their weights."""
+    width, down = mlp.down.in_, mlp.down
+    count = sum(len(linear.roles) for linear in mlp.neurons)
+    if any(linear.out != width * len(linear.roles) for linear in mlp.neurons) or count > 2:
+        sizes = ", ".join(f"{linear.path} has {linear.out} outputs" for linear in mlp.neurons)
+        raise SurgeryError(
+            f"plan: {down.path} reads {width} neurons, and {sizes}, so that neurons cannot be removed from both. Give "
+            "this MLP another structure"
+        )
+    pairs = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = {*pairs, *pairs.values()}
+    for linear in mlp.linears:
+        if shared := next((name for name in (f"{linear.path}.weight", f"{linear.path}.bias") if name in tied), ""):
+            raise SurgeryError(
+                f"plan: {shared} is shared with another module, from which structure pruned would remove neurons too. "
+                f"Leave its MLP dense: a rule {{match: {linear.path}, structure: dense}}"
+            )
+    paths = {linear.path for linear in mlp.linears}
+    common = _common_parent([linear.path for linear in mlp.linears])
+    for name, parameter in model.get_submodule(common).named_parameters():
+        owner = f"{common}.{name}".rpartition(".")[0]
+        if owner not in paths and owner.startswith(common) and width in parameter.shape and common != down.layer:
+            raise SurgeryError(
+                f"plan: {common}.{name} has a value for each of the {width} neurons of {down.path}, and structure "
+                "pruned knows only gate, up and down. Give this MLP another structure"
+            )
+
+
+def _common_parent(paths: Sequence[str]) -> str:
+    parts = [path.split(".") for path in paths]
+    common = []
+    for names in zip(*parts):
+        if len(set(names)) > 1:
+            break
+        common.append(names[0])
+    return ".".join(common)
