@@ -4,6 +4,9 @@
     D(g) = sum_t w_t KL(p_t || q_t(g)) / sum_t w_t
     gain_l = -dD/dg_l,  with g = 1 in the layers chosen so far and 0 in all others
 
+The measure D is that of KL-guided layer selection (Li et al. 2025, see surgery.conversion.restored), which restores one
+layer after the other in place of the gradients.
+
 p_t: the original's distribution at token t. q_t(g): that of the student with gates g, one for each layer. Weights w_t
 and repeated parts of the rows are those of surgery.conversion.restored, which make layers visible that look far back.
 The first round adds the layers with the largest gains, the second round those with the largest gains given the first,

@@ -5,8 +5,8 @@
         record_graph(step)                                 makes no mask that the ordinary step did without
 
 transformers leaves out the mask of plain causal rows, which lets SDPA take its flash kernel. It does not while a
-stream is captured, as it cannot read there whether a mask hides anything. See `_ignore_causal_mask_sdpa` and
-`find_packed_sequence_indices` in
+stream is captured, as it cannot read there whether a mask hides anything. See the functions that ignore a causal mask
+and find packed sequences in
 https://github.com/huggingface/transformers/blob/v5.17.0/src/transformers/masking_utils.py (later versions look for
 packed rows only).
 """
