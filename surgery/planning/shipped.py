@@ -8,7 +8,7 @@ from pathlib import Path
 # The conversion recipes that most people need, in the order in which they are listed. Their aims and costs stand in
 # their files.
 COMMON = (
-    *("auto-half", "low-rank-half", "btt-half", "fast-half"),
+    *("auto-half", "pruned-half", "low-rank-half", "btt-half", "fast-half"),
     *("hybrid-25", "log-linear", "mlr-cache-60", "gated-deltanet"),
 )
 SHOWN_KEYS = ("description", "aim", "cost")
