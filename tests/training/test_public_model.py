@@ -34,6 +34,10 @@ def test_rows_are_measured_once(tmp_path, monkeypatch, capsys):
     command += ["--set", "data.validation=0.1", "--set", "data.validation_examples=2"]
     command += ["--score", "320", "--window", "64", "--lengths", "96", "--samples", "1"]
     command += ["--greedy-prompts", "2", "--greedy-tokens", "4"]
+    record = {"query": "The man lost his balance because", "choices": ["he slept.", "he slipped."], "gold": 1}
+    (tmp_path / "mc").mkdir()
+    (tmp_path / "mc" / "copa.jsonl").write_text(f"{json.dumps(record)}\n", encoding="utf-8")
+    command += ["--mc", str(tmp_path / "mc")]
     command += ["--work", str(tmp_path / "work"), "--out", str(out), "--device", "cpu"]
     main(command)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
@@ -43,7 +47,9 @@ def test_rows_are_measured_once(tmp_path, monkeypatch, capsys):
     assert converted["cache_bytes"]["96"] < original["cache_bytes"]["96"] == control["cache_bytes"]["96"]
     assert healed["training"]["tried"] == [] and len(control["training"]["tried"]) == 3
     assert 0 < converted["texts"]["b"]["top1"]["value"] <= 100 and converted["needles"].keys() == {"96"}
+    assert all(row["mc"]["copa"]["value"] in (0, 100) for row in rows)
     table = show(rows)
+    assert "| model | copa, % |" in table
     assert (
         table.index("| original |")
         < table.index("| control, 256 tokens, rate")

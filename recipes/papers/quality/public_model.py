@@ -279,7 +279,7 @@ def needle_scores(done: Evaluation, lengths: Sequence[int]) -> Row:
 
 def choice_scores(done: Evaluation) -> Row:
     """Return the accuracy of each multiple-choice task, in percent."""
-    rows = [row for row in done.rows if row.is_summary and row.metric.name.startswith("acc,") and row.intervals]
+    rows = [row for row in done.rows if row.is_summary and row.metric.name.split(",")[0] == "acc" and row.intervals]
     return {row.task: share_of(row) for row in rows}
 
 
