@@ -56,11 +56,15 @@ def hybrid_lines(hybrid: Mapping[str, Any] | None) -> list[str]:
 def score_rank_lines(allocated: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return a line on the ranks of MLR attention that a cache budget allows.
 
-    allocated: by layer, with the "config" of its mixer.
+    allocated: by layer, with the "config" of its mixer and the estimated "rise" of the loss in nats per token.
     """
     ranks = Counter("|".join(str(rank) for rank in entry["config"].get("ranks", ())) for entry in allocated.values())
     counts = ", ".join(f"{name} in {count} layer{'s' if count > 1 else ''}" for name, count in ranks.most_common())
-    return [f"ranks of MLR attention, by how much the loss depends on each score dimension; kept: {counts}"]
+    rise = sum(entry["rise"] for entry in allocated.values())
+    return [
+        "ranks of MLR attention, by how much the loss depends on each score dimension; estimated rise of the loss "
+        f"{rise:.2g} nats per token; kept: {counts}"
+    ]
 
 
 def initialization_lines(mixers: Sequence[Mapping[str, Any]]) -> list[str]:

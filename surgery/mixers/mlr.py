@@ -51,6 +51,11 @@ def rotary_units(shape: AttentionShape) -> list[list[int]]:
     return pairs + [[dim] for dim in range(2 * half, shape.key)]
 
 
+def unrotated_dims(shape: AttentionShape) -> int:
+    """Return how many dims of a head RoPE does not rotate: the last ones."""
+    return shape.key - shape.rotary // 2 * 2
+
+
 def slowest_first(shape: AttentionShape) -> list[int]:
     """Return an order of the dims for conversions without calibration text.
 
@@ -66,14 +71,15 @@ class MLR(MixerConfig):
     """Config of MLR attention.
 
     ranks: score dims of levels 1 .. L. extents: of levels 2 .. L, in tokens, not increasing. form: see the module's
-    docstring. basis: "own", the dims of the head; "turned", rotated dims with the same q . k, for heads without RoPE.
+    docstring. basis: "own", the dims of the head; "turned", the dims that RoPE does not rotate in another basis with the
+    same q . k; "centered", the same with a constant subtracted from the keys, which the softmax cancels.
     """
 
     name: ClassVar[str] = "mlr"
     ranks: tuple[int, ...] = ()
     extents: tuple[int, ...] = ()
     form: Literal["nested", "sliding"] = "sliding"
-    basis: Literal["own", "turned"] = "own"
+    basis: Literal["own", "turned", "centered"] = "own"
 
     def __post_init__(self) -> None:
         example = "; for example ranks: [32, 16, 16], extents: [256, 64]"
@@ -88,8 +94,8 @@ class MLR(MixerConfig):
             raise ValueError(f"extents must be positive and not increase (got {list(self.extents)}){example}")
         if self.form not in ("nested", "sliding"):
             raise ValueError(f"form must be 'nested' or 'sliding' (got {self.form!r})")
-        if self.basis not in ("own", "turned"):
-            raise ValueError(f"basis must be 'own' or 'turned' (got {self.basis!r})")
+        if self.basis not in ("own", "turned", "centered"):
+            raise ValueError(f"basis must be 'own', 'turned' or 'centered' (got {self.basis!r})")
 
 
 class LeveledConfig(Protocol):
@@ -113,7 +119,7 @@ class LeveledConfig(Protocol):
 
     @property
     def basis(self) -> str:
-        """Basis of the score dims: own or turned."""
+        """Basis of the score dims: own, turned or centered."""
 
 
 def cached_keys(config: LeveledConfig, length: int, window: int | None) -> list[int]:
@@ -141,13 +147,17 @@ class MLRAttention(Mixer):
 
     order (G, K): order of the dims of a key/value head (after RoPE); the first ranks[0] are level 1, and so on.
     near (H, L - 1): biases of levels 2 .. L within their extents.
-    query_basis, key_basis (G, K, K): A and B with q A . k B = q . k, initially the identity; only with basis "turned".
+    query_basis, key_basis (G, F, F): A and B with q A . k B = q . k for the last F dims, which RoPE does not rotate;
+    initially the identity. Only with basis "turned" or "centered".
+    key_center (G, F): c of k - c, initially zero; q . c is the same for all keys of a query, so the softmax cancels it.
+    Only with basis "centered".
     """
 
     config: LeveledConfig
     order: Tensor
     query_basis: Tensor
     key_basis: Tensor
+    key_center: Tensor
     near: Tensor | None
     reads_mask = True
 
@@ -159,9 +169,12 @@ class MLRAttention(Mixer):
         )  # blocks are counted from a row's first token
         levels = len(config.ranks) - 1
         self.register_parameter("near", nn.Parameter(torch.zeros(shape.heads, levels)) if levels else None)
-        if config.basis == "turned":
+        free = unrotated_dims(shape)
+        if config.basis != "own":
             for name in ("query_basis", "key_basis"):
-                self.register_buffer(name, torch.eye(shape.key).repeat(shape.groups, 1, 1))
+                self.register_buffer(name, torch.eye(free).repeat(shape.groups, 1, 1))
+        if config.basis == "centered":
+            self.register_buffer("key_center", torch.zeros(shape.groups, free))
 
     @classmethod
     def check_config(cls, config: LeveledConfig, shape: AttentionShape) -> None:
@@ -172,11 +185,15 @@ class MLRAttention(Mixer):
                 f"{shape.key}; "
                 f"use a sum of at most {shape.key}, for example ranks: [{shape.key // 2}, {shape.key - shape.key // 2}]"
             )
-        if config.basis == "turned" and shape.rotary:
+        if config.basis != "own" and not unrotated_dims(shape):
             raise SurgeryError(
-                f"{config.name}: basis 'turned' mixes the dims of a head, which RoPE rotates by {shape.rotary // 2} "
-                "different "
-                "angles; use basis: own"
+                f"{config.name}: basis '{config.basis}' mixes the dims of a head that RoPE does not rotate, and RoPE "
+                f"rotates all {shape.key}, by {shape.rotary // 2} different angles; use basis: own"
+            )
+        if config.basis == "centered" and shape.softcap is not None:
+            raise SurgeryError(
+                f"{config.name}: basis 'centered' subtracts a constant from the scores of a query, which a softmax with "
+                f"softcap {shape.softcap} does not cancel; use basis: turned"
             )
 
     def empty_state(self, batch: int, device: torch.device | str) -> MixerState:
@@ -230,11 +247,19 @@ class MLRAttention(Mixer):
         """Return q (B, G, J, T, K) or k (B, G, T, K) split into the dims of each level."""
         if self.is_unstructured:
             return [x]
-        if self.config.basis == "turned":
-            x = x @ (self.query_basis[:, None] if x.dim() == 5 else self.key_basis).to(x.dtype)
+        if self.config.basis != "own":
+            x = self.turn(x)
         index = self.order[:, : sum(self.config.ranks)]
         index = index.view(1, index.shape[0], *[1] * (x.dim() - 3), index.shape[1])
         return list(x.gather(-1, index.expand(*x.shape[:-1], -1)).split(self.config.ranks, -1))
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Return q (B, G, J, T, K) or k (B, G, T, K) with the dims that RoPE does not rotate in the mixer's basis."""
+        basis_GFF = self.query_basis[:, None] if x.dim() == 5 else self.key_basis
+        rotated, free = x.split([x.shape[-1] - basis_GFF.shape[-1], basis_GFF.shape[-1]], -1)
+        if self.config.basis == "centered" and x.dim() == 4:
+            free = free - self.key_center[:, None].to(x.dtype)
+        return torch.cat([rotated, free @ basis_GFF.to(x.dtype)], -1)
 
     def terms(self, q_BHTK: Tensor, keys: list[Tensor]) -> list[ScoreTerm]:
         """Return the terms whose sum is the attention score."""
@@ -273,6 +298,9 @@ class MLRAttention(Mixer):
         cache = shape.groups * (cached + shape.value * keys[0])
         params = shape.groups * shape.key + shape.heads * (len(config.ranks) - 1)
         macs = shape.heads * (scores + shape.value * keys[0])
-        if config.basis == "turned":
-            params, macs = params + 2 * shape.groups * shape.key**2, macs + (shape.heads + shape.groups) * shape.key**2
+        free = unrotated_dims(shape)
+        if config.basis != "own":
+            params, macs = params + 2 * shape.groups * free**2, macs + (shape.heads + shape.groups) * free**2
+        if config.basis == "centered":
+            params += shape.groups * free
         return MixerCost(cache, macs, params)

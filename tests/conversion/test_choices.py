@@ -43,8 +43,8 @@ def test_the_start_of_mixers_names_what_was_kept():
 
 
 def test_the_ranks_of_a_cache_are_counted():
-    chosen = {str(i): {"config": {"ranks": [8, 4] if i else [12]}} for i in range(3)}
-    assert score_rank_lines(chosen)[0].endswith("; kept: 8|4 in 2 layers, 12 in 1 layer")
+    chosen = {str(i): {"config": {"ranks": [8, 4] if i else [12]}, "rise": 0.02 * i} for i in range(3)}
+    assert score_rank_lines(chosen)[0].endswith("loss 0.06 nats per token; kept: 8|4 in 2 layers, 12 in 1 layer")
 
 
 def record(role, structure, error, name="model.layers.0.self_attn.o_proj"):

@@ -10,6 +10,7 @@ import torch
 
 from surgery.conversion.mixer_init.mlr_allocation import QueryKeyMoments
 from surgery.conversion.mixer_init.mlr_ranks import (
+    PATH_POINTS,
     UNLIMITED,
     ScoreSensitivity,
     allocate_ranks,
@@ -21,7 +22,7 @@ from surgery.conversion.mixer_init.mlr_ranks import (
 )
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, AttentionShape, MixerInputs
-from surgery.mixers.mlr import MLR, rotary_units, slowest_first
+from surgery.mixers.mlr import MLR, rotary_units, slowest_first, unrotated_dims
 
 SHAPE = AttentionShape(dim=8, heads=4, groups=2, key=8, value=6, scaling=8**-0.5, rotary=4)
 EXTENTS = (0, 2, 5, UNLIMITED)
@@ -40,7 +41,13 @@ def random_inputs(batch=2, length=13, shape=SHAPE, seed=0):
 
 
 def by_autograd(inputs, grad, shape, extents):
-    """(heads, queries, unit x bin): d loss / d (how much of a cell each query leaves out), one query's at a time."""
+    """(heads, queries, unit x bin): d loss / d (how much of a cell each query leaves out), one query's at a time,
+    averaged over shares of the scores.
+    """
+    return sum(weight * by_autograd_at(inputs, grad, shape, extents, share) for share, weight in PATH_POINTS)
+
+
+def by_autograd_at(inputs, grad, shape, extents, share):
     together, length = rotary_units(shape), inputs.q_BHTK.shape[2]
     k = inputs.k_BGTK.repeat_interleave(shape.heads // shape.groups, 1)
     v = inputs.v_BGTV.repeat_interleave(shape.heads // shape.groups, 1)
@@ -51,7 +58,7 @@ def by_autograd(inputs, grad, shape, extents):
         for low, high in itertools.pairwise(extents)
     ]
     kept = torch.ones(len(cells), *inputs.q_BHTK.shape[:3], 1, dtype=torch.float64, requires_grad=True)
-    score = (torch.stack(cells) * kept).sum(0)
+    score = (torch.stack(cells) * (kept - 1 + share)).sum(0)
     score = score if shape.softcap is None else shape.softcap * torch.tanh(score / shape.softcap)
     allowed = distance < (shape.window or length)
     allowed = allowed & torch.ones(length, length, dtype=torch.bool).tril() if shape.causal else allowed
@@ -197,12 +204,16 @@ def test_the_expected_rise_is_of_the_arrangement():
 
 def by_autograd_near(inputs, grad, extents):
     """(heads, queries, levels): d loss / d (what a query adds to q . k inside each extent)."""
+    return sum(weight * by_autograd_near_at(inputs, grad, extents, share) for share, weight in PATH_POINTS)
+
+
+def by_autograd_near_at(inputs, grad, extents, share):
     shape, length = SHAPE, inputs.q_BHTK.shape[2]
     k, v = (x.repeat_interleave(2, 1) for x in (inputs.k_BGTK, inputs.v_BGTV))
     distance = torch.arange(length)[:, None] - torch.arange(length)
     added = torch.zeros(len(extents), *inputs.q_BHTK.shape[:3], 1, dtype=torch.float64, requires_grad=True)
     inside = torch.stack([(distance < e) for e in extents])[:, None, None]
-    score = shape.scaling * (inputs.q_BHTK @ k.mT + (added * inside).sum(0))
+    score = shape.scaling * (share * inputs.q_BHTK @ k.mT + (added * inside).sum(0))
     (score.masked_fill(distance < 0, -torch.inf).softmax(-1) @ v * grad).sum().backward()
     return added.grad[..., 0].permute(2, 1, 3, 0).flatten(1, 2)
 
@@ -235,29 +246,115 @@ def test_slow_pairs_come_first_for_want_of_a_text():
     assert slowest_first(pairs) == [6, 7, 4, 5, 2, 3, 0, 1]
 
 
-def test_a_turned_basis_changes_no_score_and_fewer_dims_of_it_lose_less():
-    """Heads without RoPE whose queries and keys live in a few directions, none of them along a dim."""
-    generator = torch.Generator().manual_seed(3)
-    shape = AttentionShape(dim=8, heads=4, groups=2, key=8, value=8, scaling=8**-0.5)
-    turn = torch.diag(torch.logspace(0.5, -1.5, 8)) @ torch.linalg.qr(torch.randn(8, 8, generator=generator))[0]
-    q, k = (torch.randn(2, n, 24, 8, generator=generator) @ turn for n in (4, 2))
-    v, x = torch.randn(2, 2, 24, 8, generator=generator), torch.randn(2, 24, 8, generator=generator)
-    inputs = MixerInputs(q, k, v, x)
-    sizes = QueryKeyMoments(shape, torch.device("cpu"))
-    sizes.add(inputs)
+PARTIAL = AttentionShape(dim=8, heads=4, groups=2, key=12, value=8, scaling=12**-0.5, rotary=4)
 
-    def out(config):
-        mixer = MIXERS[config](config, shape)
-        if config.basis == "turned":
-            mixer.query_basis.copy_(sizes.bases()[0])
-            mixer.key_basis.copy_(sizes.bases()[1])
-        return mixer.mix(inputs)[0]
 
-    whole = out(MLR((8,)))
-    assert torch.allclose(out(MLR((5, 3), (100,), basis="turned")), whole, atol=1e-5)
-    turned, own = ((out(MLR((4,), basis=basis)) - whole).norm() / whole.norm() for basis in ("turned", "own"))
-    assert turned < 0.3 * own
-    with pytest.raises(SurgeryError, match="basis: own"):
-        MIXERS[MLR](MLR((4, 4), (8,), basis="turned"), replace(shape, rotary=8)).check_config(
-            MLR((4, 4), (8,), basis="turned"), replace(shape, rotary=8)
-        )
+def hidden_directions(shape, seed=3, length=24):
+    """Inputs whose queries and keys live in a few directions, none of them along a dim, with keys off zero."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)  # noqa: E731
+    scales = torch.logspace(0.5, -1.5, shape.key, dtype=torch.float64).diag()
+    q, k = (draw(2, n, length, shape.key) @ scales @ torch.linalg.qr(draw(shape.key, shape.key))[0] for n in (4, 2))
+    k = k + 3 * draw(shape.groups, 1, shape.key)
+    return MixerInputs(q, k, draw(2, 2, length, shape.value), draw(2, length, 1))
+
+
+def moments_of(inputs, shape):
+    moments = QueryKeyMoments(shape, torch.device("cpu"))
+    moments.add(inputs)
+    return moments
+
+
+def mixer_in(basis, config, shape):
+    config, tensors = (config, {}) if basis is None else basis.apply_to(config)
+    MIXERS[config].check_config(config, shape)
+    mixer = MIXERS[config](config, shape)
+    for name, value in tensors.items():
+        mixer.state_dict()[name].copy_(torch.tensor(value))
+    return mixer
+
+
+@pytest.mark.parametrize("shape", [PARTIAL, replace(PARTIAL, interleaved=True), replace(PARTIAL, rotary=0)], ids=str)
+def test_a_basis_changes_no_output_and_fewer_dims_of_it_lose_less(shape):
+    inputs = hidden_directions(shape)
+    basis = moments_of(inputs, shape).basis()
+    assert basis.query_GFF.shape == (2, unrotated_dims(shape), unrotated_dims(shape))
+    whole = mixer_in(None, MLR((12,)), shape).mix(inputs)[0]
+    # All pairs are within 100 tokens, so these scores have all dims.
+    every = mixer_in(basis, MLR((5, 7), (100,)), shape)
+    assert (every.mix(inputs)[0] - whole).norm() < 1e-5 * whole.norm()
+    assert (every.dense(inputs) - whole).norm() < 1e-5 * whole.norm()
+    errors = {name: (mixer_in(b, MLR((8,)), shape).mix(inputs)[0] - whole).norm() for name, b in bases(basis)}
+    assert errors["centered"] < errors["turned"] and errors["centered"] < 0.5 * errors["own"]
+
+
+def bases(basis):
+    return [("own", None), ("turned", basis._replace(center_GF=None)), ("centered", basis)]
+
+
+@pytest.mark.parametrize("rotary", [0, 4])
+def test_the_first_dims_of_the_basis_are_the_optimum_of_the_squared_scores(rotary):
+    """The singular values of Cq^(1/2) Ck Cq^(1/2), and no random basis with that product, nor the own dims, is better."""
+    shape, count = replace(PARTIAL, rotary=rotary), 12 - rotary
+    inputs = hidden_directions(shape)
+    q_GNF = inputs.q_BHTK[..., rotary:].unflatten(1, (2, 2)).transpose(0, 1).flatten(1, 3)
+    k_GNF = inputs.k_BGTK[..., rotary:].transpose(0, 1).flatten(1, 2)
+    k_GNF = k_GNF - k_GNF.mean(1, keepdim=True)
+    basis = moments_of(inputs, shape).basis()
+    cq_GFF, ck_GFF = q_GNF.mT @ q_GNF / q_GNF.shape[1], k_GNF.mT @ k_GNF / k_GNF.shape[1]
+    values, vectors = torch.linalg.eigh(cq_GFF)
+    root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2) @ vectors.mT
+    best = torch.linalg.eigvalsh(root @ ck_GFF @ root).flip(-1)
+
+    def error(query_GFF, key_GFF, kept):
+        omitted_GFF = torch.eye(count).double() - query_GFF[..., :kept].double() @ key_GFF[..., :kept].double().mT
+        return (q_GNF @ omitted_GFF @ k_GNF.mT).square().mean((1, 2))
+
+    for kept in (1, 3, count - 1):
+        ours = error(basis.query_GFF, basis.key_GFF, kept)
+        assert torch.allclose(ours, best[:, kept:].sum(-1), rtol=1e-3, atol=1e-8 * float(best.sum()))
+        eye = torch.eye(count).double().expand(2, -1, -1)
+        assert (ours <= error(eye, eye, kept)).all()
+        for _ in range(20):
+            turn = torch.randn(2, count, count, dtype=torch.float64)
+            assert (ours <= error(turn, torch.linalg.inv(turn).mT, kept)).all()
+
+
+def test_padding_has_no_part_in_a_basis():
+    inputs = hidden_directions(PARTIAL)
+    valid = torch.tensor([[False] * 5 + [True] * 19, [True] * 24])
+    moments = moments_of(replace(inputs, valid_BT=valid), PARTIAL)
+    apart = QueryKeyMoments(PARTIAL, torch.device("cpu"))
+    for row in range(2):
+        parts = {n: getattr(inputs, n)[row : row + 1, :, valid[row]] for n in ("q_BHTK", "k_BGTK", "v_BGTV")}
+        apart.add(replace(inputs, **parts))
+    assert moments.keys == apart.keys == 43
+    for mine, theirs in zip(moments.basis(), apart.basis()):
+        assert torch.allclose(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_a_basis_needs_dims_that_rope_leaves_alone_and_a_center_no_softcap():
+    assert moments_of(hidden_directions(PARTIAL), replace(PARTIAL, softcap=5.0)).basis().center_GF is None
+    refused = [
+        ("turned", replace(PARTIAL, rotary=12), "basis: own"),
+        ("centered", replace(PARTIAL, softcap=5.0), "turned"),
+    ]
+    for basis, shape, message in refused:
+        with pytest.raises(SurgeryError, match=message):
+            MIXERS[MLR].check_config(MLR((4, 4), (8,), basis=basis), shape)
+
+
+def test_the_rise_of_omitting_all_scores_counts_what_saturated_weights_hide():
+    """Where one key takes all the weight, the derivative at the full scores is 0, and the change is not."""
+    shape = AttentionShape(dim=8, heads=2, groups=2, key=4, value=4, scaling=1.0)
+    inputs, grad = random_inputs(1, 9, shape)
+    inputs = replace(inputs, q_BHTK=3 * inputs.q_BHTK, k_BGTK=3 * inputs.k_BGTK)
+    sensitivity = ScoreSensitivity(shape, (0, UNLIMITED))
+    sensitivity.member_KU = sensitivity.member_KU.double()
+    sensitivity.add(inputs, grad)
+    all_omitted = torch.zeros(2, 4, dtype=torch.long)
+    out, uniform = (MIXERS[MLR](MLR((4,)), shape).mix(replace(inputs, q_BHTK=s * inputs.q_BHTK))[0] for s in (1, 0))
+    exact = 0.5 * ((out - uniform) * grad).sum(-1).square().sum() / 9
+    found = loss_rise(sensitivity.gram_GXX, all_omitted, 1).sum()
+    local = by_autograd_at(inputs, grad, shape, (0, UNLIMITED), 1.0).sum(-1).square().sum() / 18
+    assert abs(found - exact) < 0.5 * exact and local < 0.05 * exact

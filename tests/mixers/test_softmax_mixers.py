@@ -27,6 +27,7 @@ CONFIGS = {
     "window": Window(6),
     "sinks": Window(4, sinks=3),
     "global window": GlobalWindow((3, 4), 6),
+    "centered": replace(SLIDING, basis="centered"),
     "softmax": Softmax(),
     "softmax without RoPE": Softmax("drop"),
     "heads": HeadHybrid((1,), Window(4, sinks=3)),
@@ -37,11 +38,16 @@ RAGGED = ["00000111111111111111111", "11111111111111110000000", "001101100011111
 
 def make_mixer(config, shape=SHAPE, dtype=torch.float64):
     torch.manual_seed(0)
+    if config == CONFIGS["centered"]:
+        shape = replace(shape, rotary=4)  # the other dims have a basis
     mixer = MIXERS[config](config, shape).to(dtype)
     if hasattr(mixer, "order"):
         mixer.order.copy_(torch.stack([torch.randperm(shape.key) for _ in range(shape.groups)]))
     for parameter in mixer.parameters():
         torch.nn.init.normal_(parameter)
+    for name in ("query_basis", "key_basis", "key_center"):
+        if hasattr(mixer, name):
+            getattr(mixer, name).copy_(torch.randn(getattr(mixer, name).shape, dtype=torch.float64))
     return mixer
 
 
@@ -230,7 +236,7 @@ def test_windows_keep_their_windows():
         tensors = run_in_pieces(mixer, inputs, [13, 1, 9])[1].tensors
         assert tensors["keys"].shape[2] == tensors["values"].shape[2] == slots
         assert tensors["sink_keys"].shape[2] == config.sinks
-        assert mixer.cost(config, SHAPE, 23).cache == sum(t[0].numel() for t in tensors.values())
+        assert mixer.cost(config, mixer.shape, 23).cache == sum(t[0].numel() for t in tensors.values())
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -238,8 +244,8 @@ def test_costs_count_what_is_there(config):
     mixer, inputs = make_mixer(config), random_inputs(1)
     state = mixer.mix(inputs, mixer.empty_state(1, "cpu"))[1]
     live = sum(t.numel() for t in state.tensors.values())
-    assert live == mixer.cost(config, SHAPE, 23).cache
-    assert mixer.cost(config, SHAPE, 23).params == sum(t.numel() for t in mixer.state_dict().values())
+    assert live == mixer.cost(config, mixer.shape, 23).cache
+    assert mixer.cost(config, mixer.shape, 23).params == sum(t.numel() for t in mixer.state_dict().values())
 
 
 def test_ragged_states_are_tight():

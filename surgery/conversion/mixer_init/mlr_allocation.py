@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,36 +31,69 @@ from surgery.conversion.mixer_init.mlr_ranks import (
 )
 from surgery.mixers import AttentionShape, MixerInputs, MixerState
 from surgery.mixers.base import mixer_config
-from surgery.mixers.mlr import MLR, MLRAttention
+from surgery.mixers.common.softmax import group_heads
+from surgery.mixers.mlr import MLR, MLRAttention, unrotated_dims
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.recipe import ConversionRecipe
 from surgery.planning.targets import Plan
 
 
 class QueryKeyMoments:
-    """Second moments of the queries and keys of each key/value group, (G, K, K), for the basis of heads without
-    RoPE.
+    """Moments of queries and keys over the F dims that RoPE does not rotate, for the basis of each key/value group.
+
+    query_GFF, key_GFF: sums of q q^T and k k^T. key_sum_GF: sum of k over `keys` tokens.
     """
 
     def __init__(self, shape: AttentionShape, device: torch.device):
-        self.query_GKK = torch.zeros(shape.groups, shape.key, shape.key, device=device)
-        self.key_GKK = torch.zeros_like(self.query_GKK)
+        free = unrotated_dims(shape)
+        self.shape, self.keys = shape, 0
+        self.query_GFF = torch.zeros(shape.groups, free, free, dtype=torch.float64, device=device)
+        self.key_GFF = torch.zeros_like(self.query_GFF)
+        self.key_sum_GF = torch.zeros_like(self.query_GFF[..., 0])
 
     @torch.no_grad()
     def add(self, inputs: MixerInputs) -> None:
         """Accumulate the moments of a chunk of samples; padding is left out."""
-        groups = self.query_GKK.shape[0]
-        q_BTHK, k_BTGK = inputs.q_BHTK.float().transpose(1, 2), inputs.k_BGTK.float().transpose(1, 2)
+        groups, free = self.query_GFF.shape[:2]
+        q_BTHF, k_BTGF = (x[..., -free:].float().transpose(1, 2) for x in (inputs.q_BHTK, inputs.k_BGTK))
         real = slice(None) if inputs.valid_BT is None else inputs.valid_BT
-        q_GNK = q_BTHK[real].unflatten(-2, (groups, -1)).movedim(-3, 0).flatten(1, -2)
-        k_GNK = k_BTGK[real].movedim(-2, 0).flatten(1, -2)
-        self.query_GKK += q_GNK.mT @ q_GNK
-        self.key_GKK += k_GNK.mT @ k_GNK
+        q_GNF = q_BTHF[real].unflatten(-2, (groups, -1)).movedim(-3, 0).flatten(1, -2)
+        k_GNF = k_BTGF[real].movedim(-2, 0).flatten(1, -2)
+        self.query_GFF += (q_GNF.mT @ q_GNF).double()
+        self.key_GFF += (k_GNF.mT @ k_GNF).double()
+        self.key_sum_GF += k_GNF.sum(1)
+        self.keys += k_GNF.shape[1]
 
-    def bases(self) -> tuple[Tensor, Tensor]:
-        """Return A, B (G, K, K) with q A . k B = q . k, the most important dimensions first."""
-        query_GKK, key_GKK = balanced_basis(self.query_GKK, self.key_GKK)
-        return query_GKK.float(), key_GKK.float()
+    def basis(self) -> ScoreBasis:
+        """Return the basis whose first n dims have the least squared error of all rank-n scores, for every n.
+
+        Keys are centered, as the softmax cancels what is the same for all keys of a query; with a softcap it does not.
+        """
+        center_GF, key_GFF = None, self.key_GFF
+        if self.shape.softcap is None:
+            center_GF = self.key_sum_GF / max(1, self.keys)
+            key_GFF = key_GFF - self.keys * center_GF.unsqueeze(-1) * center_GF.unsqueeze(-2)
+        query_basis_GFF, key_basis_GFF = balanced_basis(self.query_GFF, key_GFF)
+        return ScoreBasis(
+            query_basis_GFF.float(), key_basis_GFF.float(), None if center_GF is None else center_GF.float()
+        )
+
+
+class ScoreBasis(NamedTuple):
+    """q . k = q A . k B for the dims that RoPE does not rotate: A, B (G, F, F), and the center (G, F) of the keys, or
+    None.
+    """
+
+    query_GFF: Tensor
+    key_GFF: Tensor
+    center_GF: Tensor | None
+
+    def apply_to(self, config: MLR) -> tuple[MLR, dict[str, Any]]:
+        """Return the config with this basis, and the mixer's tensors by name."""
+        tensors = {"query_basis": self.query_GFF.tolist(), "key_basis": self.key_GFF.tolist()}
+        if self.center_GF is None:
+            return replace(config, basis="turned"), tensors
+        return replace(config, basis="centered"), tensors | {"key_center": self.center_GF.tolist()}
 
 
 class RecordingAttention(MLRAttention):
@@ -68,9 +101,14 @@ class RecordingAttention(MLRAttention):
     pass, from the gradient at the attention's output."""
 
     def __init__(self, shape: AttentionShape, moments: QueryKeyMoments | None, sensitivity: ScoreSensitivity | None):
-        super().__init__(MLR((shape.key,)), shape)
+        config = MLR((shape.key,))
+        tensors: dict[str, Any] = {}
+        if moments is not None and sensitivity is not None:
+            config, tensors = moments.basis().apply_to(config)
+        super().__init__(config, shape)
+        for name, value in tensors.items():
+            self.state_dict()[name].copy_(torch.tensor(value))
         self.moments, self.sensitivity = moments, sensitivity
-        self.bases = moments.bases() if moments is not None and sensitivity is not None else None
 
     def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
         """Return the attention output (B, H, T, V) unchanged; record the inputs or register the gradient hook."""
@@ -79,16 +117,15 @@ class RecordingAttention(MLRAttention):
         if sensitivity is None and self.moments is not None:
             self.moments.add(inputs)
         elif sensitivity is not None and out_BHTV.requires_grad:
-            out_BHTV.register_hook(lambda grad_BHTV: sensitivity.add(self._rotate(inputs), grad_BHTV))
+            out_BHTV.register_hook(lambda grad_BHTV: sensitivity.add(self._turned(inputs), grad_BHTV))
         return out_BHTV, None
 
-    def _rotate(self, inputs: MixerInputs) -> MixerInputs:
-        """Return the inputs with queries and keys in the balanced bases, if there are any."""
-        if self.bases is None:
+    def _turned(self, inputs: MixerInputs) -> MixerInputs:
+        """Return the inputs with queries and keys in the basis, if there is one."""
+        if self.config.basis == "own":
             return inputs
-        query_GKK, key_GKK = self.bases
-        q_BGJTK = inputs.q_BHTK.detach().float().unflatten(1, (self.shape.groups, -1)) @ query_GKK[:, None]
-        return replace(inputs, q_BHTK=q_BGJTK.flatten(1, 2), k_BGTK=inputs.k_BGTK.detach().float() @ key_GKK)
+        q_BGJTK = self.turn(group_heads(inputs.q_BHTK.detach().float(), self.shape.groups))
+        return replace(inputs, q_BHTK=q_BGJTK.flatten(1, 2), k_BGTK=self.turn(inputs.k_BGTK.detach().float()))
 
 
 class ScoreRecorder(LayerBackward):
@@ -108,7 +145,7 @@ class ScoreRecorder(LayerBackward):
             sensitivity = self.fisher_pass.sensitivities[target.layer] = ScoreSensitivity(
                 target.shape, self.fisher_pass.extents, device
             )
-        elif not target.shape.rotary:
+        elif unrotated_dims(target.shape) > 1:
             self.fisher_pass.query_key_moments[target.layer] = QueryKeyMoments(target.shape, device)
         else:
             return
@@ -123,7 +160,7 @@ class ScoreRecorder(LayerBackward):
 
 class ScoreFisherPass(FisherPass):
     """Fisher pass over the attention scores. sensitivities: layer -> its quadratic form; query_key_moments: layer ->
-    query and key moments, for layers without RoPE."""
+    query and key moments, for layers with dims that RoPE does not rotate."""
 
     def __init__(
         self,
@@ -175,9 +212,8 @@ def allocate_score_dims(ctx: ConversionContext) -> dict[str, dict[str, Any]]:
                 fixed["near"] = allocation.near_HL.tolist()
             config = replace(allocation.config, form=plan.attention_targets[layer].config.form)  # type: ignore[attr-defined]
             if layer in fisher_pass.query_key_moments and config.ranks != (plan.attention_targets[layer].shape.key,):
-                config = replace(config, basis="turned")
-                query_GKK, key_GKK = fisher_pass.query_key_moments[layer].bases()
-                fixed |= {"query_basis": query_GKK.tolist(), "key_basis": key_GKK.tolist()}
+                config, tensors = fisher_pass.query_key_moments[layer].basis().apply_to(config)
+                fixed |= tensors
             chosen[layer] = {"config": config.to_dict(), "fixed": fixed, "rise": allocation.rise}
     return chosen
 

@@ -11,14 +11,19 @@ extent with the lowest rise + price * cache, given those of the others, and one 
 (`allocate_ranks`).
 
 g is computed from the gradient of the loss at the attention's output, for labels drawn from the model itself: the
-Fisher information (Martens 2014, "New Insights and Perspectives on the Natural Gradient Method"). Rotations that
-commute with RoPE change no product q . k of a pair, so only the order of the rotary pairs is chosen. Without RoPE,
-`balanced_basis` first rotates the dimensions. One bias of the near scores for each head and level, by least squares on
-the same derivatives, compensates what distant pairs lose on average.
+Fisher information (Martens 2014, "New Insights and Perspectives on the Natural Gradient Method"). It is averaged over
+scores scaled from 0 to 1 (integrated gradients, Sundararajan et al. 2017, "Axiomatic Attribution for Deep Networks",
+eq. 1): then sum_s g delta is the exact change of the output, along its gradient, where all scores are omitted. The
+derivative at the full scores alone is almost 0 where one key takes all the weight, however much these scores matter.
+
+Rotations that commute with RoPE change no product q . k of a pair, so only the order of the rotary pairs is chosen. Of
+the dimensions that RoPE does not rotate, `balanced_basis` first chooses a basis. One bias of the near scores for each
+head and level, by least squares on the same derivatives, compensates what distant pairs lose on average.
 
 Shape letters: B batch, T tokens, C query tokens of a chunk, S key tokens, H = G J heads, G key/value groups, K key
-dimension. U units, E bins, X = U E cells, P = E + 1 candidate extents, N quadratic forms, L layers or (in near biases)
-levels. An extent is given by its index among the candidates, 0 to E. A unit of index p is kept in the first p bins.
+dimension, F dimensions that RoPE does not rotate. U units, E bins, X = U E cells, P = E + 1 candidate extents, N
+quadratic forms, L layers or (in near biases) levels. An extent is given by its index among the candidates, 0 to E. A
+unit of index p is kept in the first p bins.
 """
 
 from __future__ import annotations
@@ -37,6 +42,8 @@ from surgery.mixers.mlr import MLR, MLRAttention, rotary_units
 from surgery.structures import linalg
 from surgery.structures.metric import symmetric_roots
 
+# Shares of the scores and their weights: Gauss-Legendre quadrature over [0, 1].
+PATH_POINTS = ((0.5 - 0.15**0.5, 5 / 18), (0.5, 4 / 9), (0.5 + 0.15**0.5, 5 / 18))
 UNLIMITED = 2**31  # the extent of a unit that is kept at all distances
 MAX_SWEEPS = 8  # of coordinate descent over the units
 BISECTIONS, LOG2_PRICES = 20, (-50.0, 30.0)  # steps and range of the search for the price
@@ -109,15 +116,21 @@ class ScoreSensitivity:
         return allowed[:, None, None]
 
     def _score_gradient(self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, allowed: Tensor) -> Tensor:
-        """Return g = d loss / d (scaling q . k), (B, G, J, C, S), from the gradient at the attention's output."""
-        raw = self.shape.scaling * q @ k[:, :, None].mT
-        slope: Tensor | float = 1.0
-        if self.shape.softcap is not None:
-            capped = torch.tanh(raw / self.shape.softcap)
-            raw, slope = self.shape.softcap * capped, 1 - capped.square()
-        weights = raw.masked_fill(~allowed, torch.finfo(raw.dtype).min).softmax(-1)
-        grad_weights = grad @ v[:, :, None].mT
-        return weights * (grad_weights - (weights * grad_weights).sum(-1, keepdim=True)) * slope
+        """Return g = d loss / d (scaling q . k), (B, G, J, C, S), from the gradient at the attention's output, averaged
+        over shares of the scores from 0 to 1 (PATH_POINTS).
+        """
+        whole, grad_weights = self.shape.scaling * q @ k[:, :, None].mT, grad @ v[:, :, None].mT
+        total = torch.zeros_like(whole)
+        for share, quadrature_weight in PATH_POINTS:
+            raw = share * whole
+            slope: Tensor | float = 1.0
+            if self.shape.softcap is not None:
+                capped = torch.tanh(raw / self.shape.softcap)
+                raw, slope = self.shape.softcap * capped, 1 - capped.square()
+            weights = raw.masked_fill(~allowed, torch.finfo(raw.dtype).min).softmax(-1)
+            centered = grad_weights - (weights * grad_weights).sum(-1, keepdim=True)
+            total += quadrature_weight * weights * centered * slope
+        return total
 
     def _omitted_scores(self, q: Tensor, k: Tensor, g: Tensor, distance: Tensor) -> tuple[Tensor, Tensor]:
         """Return (-sum_s g delta of each cell, (B, G, J, C, U, E); sum_s g over each bin, (B, G, J, C, E))."""
@@ -318,16 +331,16 @@ def build_allocation(sensitivity: ScoreSensitivity, index_U: Tensor, ranked_GU: 
     return ScoreDimAllocation(MLR(tuple(dims.values()), extents, "sliding"), torch.tensor(order), near_HL, rise)
 
 
-# -- without RoPE ----------------------------------------------------------------------------------
-def balanced_basis(query_GKK: Tensor, key_GKK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return bases A, B (G, K, K) with q A . k B = q . k, in which the most important dimensions come first.
+# -- dimensions that RoPE does not rotate ----------------------------------------------------------------
+def balanced_basis(query_GFF: Tensor, key_GFF: Tensor) -> tuple[Tensor, Tensor]:
+    """Return bases A, B (G, F, F) with q A . k B = q . k, in which the most important dimensions come first.
 
-    query_GKK, key_GKK: second moments Q = E[q q^T], K = E[k k^T] of each group. With Q^(1/2) K^(1/2) = U S V^T the
+    query_GFF, key_GFF: second moments Q = E[q q^T], K = E[k k^T] of each group. With Q^(1/2) K^(1/2) = U S V^T the
     first n dimensions have the least error E (q . k)^2 of all rank-n products, and q and k have equal second moments.
     The bases can be folded into the projections, W_Q A and W_K B, unless a norm or RoPE follows them.
     """
-    q_root, q_inverse = symmetric_roots(query_GKK.double())
-    k_root, k_inverse = symmetric_roots(key_GKK.double())
+    q_root, q_inverse = symmetric_roots(query_GFF.double())
+    k_root, k_inverse = symmetric_roots(key_GFF.double())
     u, s, vh = linalg.svd(q_root @ k_root)
     scale = s.clamp_min(1e-12 * s[..., :1]).sqrt().unsqueeze(-2)
     return q_inverse @ u * scale, k_inverse @ vh.mT * scale
