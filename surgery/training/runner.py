@@ -96,8 +96,8 @@ class StageRunner:
 
     teacher: folder or Hub id, or None. trust: whether remote code may run. skip: skip steps with NaN or infinite
     gradients. track: name of an experiment tracker, or None. show: called with the tables to display. sharding: of
-    several processes, auto, ddp or fsdp2. rates_tried: results of the rate search, for the record. After every stage there is a checkpoint; a resumed run continues from the
-    latest one.
+    several processes, auto, ddp or fsdp2. rates_tried: results of the rate search, for the record. After every stage
+    there is a checkpoint; a resumed run continues from the latest one.
     """
 
     def __init__(
