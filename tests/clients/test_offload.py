@@ -29,6 +29,8 @@ def tiny(recipe: str):
     cls, config = tiny_config("llama")
     attention = load_recipe(recipe, ["calibration=null"]).attention
     by = {"attention.hybrid.choose_by": "every"} if attention and attention.hybrid else {}
+    if recipe == "pruned-half":  # its MLPs of 48 neurons are narrower than a multiple of 64
+        by["rules"] = [{"match": "mlp.*", "structure": "pruned", "multiple": 8}]
     return surgery.apply(cls(config).eval(), recipe, calibration=None, overrides=by, progress=Progress())
 
 

@@ -303,8 +303,16 @@ def test_unset_new_options_leave_the_digest_as_it_was():
     import hashlib
 
     left_out = {"batch_size", "use_cache", "data_root", "prompts", "fill", "pairs", "data"}
+    left_out |= {"greedy_prompts", "greedy_tokens", "tolerance"}
     data = EvalOptions(limit=2).model_dump(mode="json", exclude=left_out) | {"mirror": False}
     plain = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
     assert EvalOptions(limit=2).digest() == plain
-    for one in ({"prompts": "jrt"}, {"fill": "ruler"}, {"pairs": (4,)}, {"pairs": "based"}, {"data": {"piqa": "x"}}):
+    for one in (
+        {"prompts": "jrt"},
+        {"fill": "ruler"},
+        {"pairs": (4,)},
+        {"pairs": "based"},
+        {"tolerance": 0.1},
+        {"data": {"piqa": "x"}},
+    ):
         assert EvalOptions(limit=2, **one).digest() != plain

@@ -14,6 +14,7 @@ from surgery.core.errors import SurgeryError
 STATES = [("original", ""), ("converted", "sliding-window"), ("healed", "sliding-window"), ("control", "")]
 
 
+@pytest.mark.slow
 def test_rows_are_measured_once(tmp_path, monkeypatch, capsys):
     """All four states; the same command again measures nothing, and a lost row is measured from what --work has."""
     paragraphs = (TINY_CHECKPOINT / "calibration.txt").read_text(encoding="utf-8")

@@ -71,6 +71,7 @@ def test_the_best_rate_trains_an_unconverted_model(texts, tmp_path):
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
 def test_interrupted_trials_continue(texts, tmp_path, monkeypatch):
     recipe, out = search_recipe(texts), tmp_path / "out"
     whole = finetune(str(TINY_CHECKPOINT), recipe, tmp_path / "whole")
