@@ -182,7 +182,8 @@ def test_joined_is_closer_than_apart_on_other_text(source, inputs, tmp_path):
     """At no more stored numbers and equal shares, on weights whose rows share their inputs' leading directions."""
     out, recipe = tmp_path / "joined", {**PIVOTED, "allocate": "uniform"}
     report = surgery.convert(str(source), recipe, out, calibration=inputs)
-    alone = surgery.convert(str(source), {**recipe, "share": "none"}, tmp_path / "alone", calibration=inputs)
+    more = {**recipe, "share": "none", "keep": 0.52}  # ranks of small matrices are rounded
+    alone = surgery.convert(str(source), more, tmp_path / "alone", calibration=inputs)
     assert report["totals"]["replaced_params_after"] <= 1.01 * alone["totals"]["replaced_params_after"]
     ids = random_ids(8, seed=3)
     wanted = checkpoint_logits(source, ids)
