@@ -102,6 +102,7 @@ def test_gains_are_the_slopes_of_the_divergence(family, checkpoints, calibration
     assert gains[layer] == pytest.approx((divergence(0.0) - divergence(step)) / step, rel=0.1, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_same_choice_twice_and_its_report(stories, tmp_path):
     copy_first_layers(tmp_path / "source", 3)
     attention = {**WINDOWED, "hybrid": {"softmax": 0.6}}

@@ -74,6 +74,7 @@ def test_a_command_starts_its_workers(alone, btt, texts, tmp_path):
     assert_equal_losses(tmp_path / "out", alone)
 
 
+@pytest.mark.slow
 def test_an_error_of_the_workers_is_printed_once(btt, texts, tmp_path):
     words = command(btt, texts, tmp_path, stage={"batch": 3, "rows": 3, "tokens": 144})
     done = subprocess.run(words, env=environment(), capture_output=True, text=True)
@@ -82,6 +83,7 @@ def test_an_error_of_the_workers_is_printed_once(btt, texts, tmp_path):
     assert "batch must be a multiple of 2" in said and "Train on 1 or 3 devices" in said
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_all_workers_and_keeps_the_checkpoint(btt, texts, tmp_path):
     words = command(btt, texts, tmp_path, stage={"tokens": 192_000})
     with open(tmp_path / "said", "w") as file:
