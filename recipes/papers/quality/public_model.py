@@ -384,15 +384,16 @@ def model_tables(rows: list[Row]) -> Iterator[str]:
 
 
 def show(rows: list[Row]) -> str:
-    """Return all tables in Markdown, by model and by what they were scored on. Raises SurgeryError without rows."""
+    """Return all tables in Markdown, by model and by what they were scored on. Raises SurgeryError without rows.
+
+    Rows with different numbers of needles share a table: every share has its interval.
+    """
     rows = latest([row for row in rows if row["kind"] == "public"], KEYS)
     if not rows:
         raise SurgeryError("there are no rows of this command; write them with `run`")
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        scoring = [
-            row["settings"][name] for name in ("texts", "score", "window", "lengths", "samples", "greedy", "dtype")
-        ]
+        scoring = [row["settings"][name] for name in ("texts", "score", "window", "lengths", "greedy", "dtype")]
         groups.setdefault(str([row["model"], scoring]), []).append(row)
     parts = []
     for group in groups.values():
