@@ -5,7 +5,8 @@
 Triton compiles a kernel when it is first launched, so that a training step on a new machine compiles its kernels one
 after the other: about 40 of them, and 44 s, for a step with log-linear attention. Here the computation runs once with
 every launch skipped; the kernels that it asks for are compiled in threads, most of which time is spent outside of
-Python. The results of that run are meaningless and must be dropped.
+Python. The results of that run are meaningless and must be dropped. It keeps no activations: its backward pass reads
+memory that was never written.
 
 Compiled kernels are kept on disk by Triton itself, in `cache_folder()`, so that later processes load them.
 """
@@ -19,8 +20,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 MAX_THREADS = 32
+ALIGNMENT = 16  # bytes: Triton compiles a kernel for addresses that are multiples of it, and another for others
 
 
 def compile_kernels(run: Callable[[], Any], device: torch.device) -> int:
@@ -43,7 +46,7 @@ def compile_kernels(run: Callable[[], Any], device: torch.device) -> int:
 def _compile(run: Callable[[], Any], mode_type: Any, kernel_type: Any) -> int:
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "compile") as pool, mode_type(pool) as mode:
         # Backward functions run in this thread: the mode is a context variable, which autograd's threads do not see.
-        with torch.autograd.set_multithreading_enabled(False), _skipped_launches(kernel_type):
+        with torch.autograd.set_multithreading_enabled(False), _skipped_launches(kernel_type), _dropped_activations():
             run()
         return len(mode.raw_futures)
 
@@ -55,6 +58,29 @@ def cache_folder() -> str:
     except ImportError:
         return ""
     return str(knobs.cache.dir)
+
+
+def _dropped_activations() -> Any:
+    """Return a context in which autograd saves the layouts of floating-point tensors, and allocates such tensors,
+    uninitialized, in the backward pass. Parameters and integers are saved as they are.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(_describe, _allocate)
+
+
+def _describe(t: Tensor) -> Any:
+    if isinstance(t, nn.Parameter) or type(t) is not Tensor or not t.is_floating_point():
+        return t
+    return t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % ALIGNMENT // t.element_size()
+
+
+def _allocate(saved: Any) -> Tensor:
+    """Return the saved tensor, or one of the saved layout and alignment."""
+    if isinstance(saved, Tensor):
+        return saved
+    shape, strides, dtype, device, offset = saved
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides))
+    elements = offset + max(0, last + 1)
+    return torch.empty(elements, dtype=dtype, device=device).as_strided(shape, strides, offset)
 
 
 @contextmanager

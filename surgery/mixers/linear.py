@@ -243,7 +243,10 @@ class LinearMixer(Mixer):
                 ..., : self.shape.key
             ]  # the other form of `both` is the window's own key
         if buffer is not None and stateless and first:
-            recent, sinks = buffer.recent_first_tokens(written), buffer.first_sinks(written)
+            recent = buffer.recent_first_tokens(written)
+            # Slices of the padded tokens, so that the backward pass keeps one copy of keys and values.
+            written.update({name: t[:, buffer.window :] for name, t in recent.items()})
+            sinks = buffer.first_sinks(written)
             local = self._local_attention(tokens.window_q_BTHK, recent, sinks, past.seen_B, block)
         elif buffer is not None:
             queue = buffer.queue(written, past.tensors, past.seen_B)

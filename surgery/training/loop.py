@@ -20,9 +20,9 @@ from surgery.core.parallel_compile import cache_folder, compile_kernels
 from surgery.training.batches import StepBatch, iter_steps, to_device
 from surgery.training.checkpoints import CheckpointManager, TrainPosition, TrainState
 from surgery.training.compiled_layers import (
+    compilation_settings,
     is_worth_compiling,
     restore_layers,
-    room_for_compilations,
     try_compiled,
     without_compilation,
 )
@@ -229,7 +229,7 @@ class TrainingLoop:
         if sharding_name(self.accelerator):
             warnings.warn("compile: layers is for models that are not sharded; the layers run without", stacklevel=2)
             return
-        stack.enter_context(room_for_compilations(models))
+        stack.enter_context(compilation_settings(models))
         began = time.perf_counter()
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             try:

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from helpers.kernel_rows import CUDA, DEVICE, gpu, patch_bfloat16_products
+from helpers.saved_bytes import saved_storages, total_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import surgery.mixers.linear
@@ -195,22 +196,12 @@ def test_operators_and_saved_bytes(monkeypatch):
     sizes = (1, H, T, K), (1, 1, T, K), (1, 1, T, K), (1, T, H * K)
     inputs = [torch.randn(size, device=DEVICE).bfloat16().requires_grad_() for size in sizes]
     rope = torch.ones(1, T, K, device=DEVICE), torch.zeros(1, T, K, device=DEVICE)
-    kept = {}
-
-    def keep(t):
-        kept[t.untyped_storage().data_ptr()] = t
-        return t
-
-    for t in (*inputs, *mixer.parameters()):
-        keep(t)
-    given, autocast = len(kept), torch.autocast(DEVICE, torch.bfloat16)
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
-    with use_kernels("kernel"), record_dispatch() as taken, CountOperators() as operators, hooks, autocast:
+    saved, autocast = saved_storages((*inputs, *mixer.parameters())), torch.autocast(DEVICE, torch.bfloat16)
+    with use_kernels("kernel"), record_dispatch() as taken, CountOperators() as operators, saved as kept, autocast:
         out, _ = mixer.mix(MixerInputs(*inputs, rope=rope))
     assert taken == {"linear_features", "local_attention", "log_linear", "join_and_gate"}
     assert operators.count <= 60, operators.count  # the references: 218
-    saved = sum(t.untyped_storage().nbytes() for t in list(kept.values())[given:]) / T
-    assert saved <= 1700, saved  # bytes a token; the references: 12,900
+    assert total_bytes(kept) <= 1610 * T, total_bytes(kept) / T  # the references: 12,900 bytes a token
     out.float().sum().backward()
 
 

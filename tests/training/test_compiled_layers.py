@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.saved_bytes import saved_storages, total_bytes
 from helpers.small_training import LAYERS, LM, healing_recipe, read_losses, tensors
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -11,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from surgery.mixers import mixer_config
 from surgery.modeling.attention import install
 from surgery.training import compiled_layers
-from surgery.training.compiled_layers import count_layer_kinds, is_worth_compiling, room_for_compilations
+from surgery.training.compiled_layers import compilation_settings, count_layer_kinds, is_worth_compiling, try_compiled
 from surgery.training.finetune import _journal_recipe, finetune
 
 
@@ -83,7 +84,7 @@ def test_kinds_of_layers():
     model.model.layers[2].mlp.down_proj = nn.Linear(32, 16, bias=True)
     assert count_layer_kinds([model]) == 3
     limit = torch._dynamo.config.recompile_limit
-    with room_for_compilations([model] * 2):
+    with compilation_settings([model] * 2):
         assert torch._dynamo.config.recompile_limit == max(limit, 12)
     assert torch._dynamo.config.recompile_limit == limit
 
@@ -93,3 +94,38 @@ def test_auto_compiles_long_stages_of_few_kinds_of_layers(monkeypatch):
     assert is_worth_compiling([model], 4_000_000) and not is_worth_compiling([model], 3_999_999)
     monkeypatch.setattr(compiled_layers, "AUTO_KINDS", 0)
     assert not is_worth_compiling([model], 4_000_000)
+
+
+def test_compiled_layers_keep_few_activations(monkeypatch):
+    """Under bfloat16 autocast: the layer's input, q, k and v, outputs of attention and its projection, gate and up."""
+    width, inner, heads, groups, tokens = 64, 160, 4, 2, 32
+    shape = {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": width // heads}
+    config = LlamaConfig(
+        vocab_size=16,
+        num_hidden_layers=1,
+        hidden_size=width,
+        intermediate_size=inner,
+        attn_implementation="sdpa",
+        **shape,
+    )
+    model, compile_module = LlamaForCausalLM(config).train(), nn.Module.compile
+    monkeypatch.setattr(
+        nn.Module,
+        "compile",
+        lambda self, **options: compile_module(self, backend="aot_eager_decomp_partition", **options),
+    )
+    x_BTD = torch.randn(1, tokens, width, requires_grad=True)
+    rope = tuple(torch.randn(1, tokens, width // heads) for _ in range(2))
+    given, kept = (*model.parameters(), *rope), {}
+
+    def run():
+        with torch.autocast("cpu", torch.bfloat16), saved_storages(given) as kept_now:
+            out = model.model.layers[0](x_BTD, position_embeddings=rope)
+        kept.update(kept_now)
+        out.sum().backward()
+
+    with compilation_settings([model]):
+        assert try_compiled([model], run)
+    halves = 2 * width + 2 * groups * width // heads + width + 2 * inner  # elements a token in bfloat16
+    others = 4 * (width + 2 + heads)  # the input, two roots, sums of softmax
+    assert total_bytes(kept) <= tokens * (2 * halves + others) * 1.01, total_bytes(kept) / tokens
