@@ -172,6 +172,7 @@ class Conversion:
         self.seconds["start"] = round(time.perf_counter() - began, 3)  # imports, the plan and reading the text
         torch.manual_seed(self.ctx.recipe.seed)
         self.journal.keep(select_valid_entries(self.journal.entries, self.ctx.plan))
+        self._use_chosen_plan()
         with self._timer("text check"):
             self._check_text()
         self._generate_text()
@@ -243,11 +244,20 @@ class Conversion:
             with self._timer("budgets"):
                 entry = self.dist.broadcast_object(self._choose_budgets())
             self.journal.add("budgets", **entry)
+            self._use_chosen_plan()
+            plan = self.ctx.plan
         for line in allocation_lines(entry["allocation"]):
             self.progress.say(line)
         if plan.time is not None:
             self.ctx = replace(self.ctx, plan=with_structures(plan, entry["structures"]))
         return entry["budgets"], entry["allocation"]
+
+    def _use_chosen_plan(self) -> None:
+        """Use the plan whose targets have budgets in the journal, if a trial chose between two."""
+        plan, entry = self.ctx.plan, self.journal.find("budgets")
+        if entry is not None and plan.pruned_targets:
+            chosen = next(one for one in plan.contenders().values() if one.target_names() == set(entry["budgets"]))
+            self.ctx = replace(self.ctx, plan=chosen)
 
     def _choose_budgets(self) -> JournalEntry:
         """Return the journal's "budgets" entry; with `speed` it also has the structure of each target."""

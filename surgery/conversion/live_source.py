@@ -150,15 +150,14 @@ class LiveSource:
         if not self.prefix:
             return keep_reached(plan, runner, samples)
         reached = self._reached_modules()
-        targets = {path: slices for path, slices in plan.targets.items() if path in reached}
         lost = [self.public_path(path) for path in plan.targets if path not in reached]
-        if not targets:
+        if len(lost) == len(plan.targets):
             raise SurgeryError(
                 f"the calibration inputs reach no linear of the plan ({', '.join(lost[:3])}, ..); give inputs that use "
                 "them"
             )
         note = f"left dense, because the calibration inputs do not reach them: {', '.join(lost)}"
-        return replace(plan, targets=targets, notes=(*plan.notes, *([note] if lost else []))), runner
+        return plan.keep_targets(reached, notes=(*plan.notes, *([note] if lost else []))), runner
 
     def _reached_modules(self) -> set[str]:
         """Run two rows through a module that is not of transformers; return the paths of the submodules that ran."""

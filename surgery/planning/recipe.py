@@ -75,6 +75,12 @@ def _check_structure(name: str | None) -> str | None:
     return name
 
 
+def _replaces_mlp(name: str) -> bool:
+    config_type: Any = STRUCTURES.config_type(name)
+    of_mlp: bool = config_type.of_mlp
+    return of_mlp
+
+
 class Rule(_StrictModel):
     """Settings for the modules that match a pattern. Omitted fields keep their values."""
 
@@ -192,13 +198,13 @@ class ConversionRecipe(_StrictModel):
     def _check_candidates(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         if not names:
             raise SurgeryError("candidates: name at least one structure, for example [low_rank, btt]")
-        for name in names:
-            config_type: Any = STRUCTURES.config_type(name)
-            if config_type.of_mlp:
-                raise SurgeryError(
-                    f"candidates: {name} replaces the linears of an MLP together, and a candidate replaces one. Leave "
-                    f"it out, and give MLPs a rule {{match: mlp.*, structure: {name}}}"
-                )
+        of_mlp = [name for name in names if _replaces_mlp(name)]
+        if len(of_mlp) == len(names):
+            raise SurgeryError(
+                f"candidates: {of_mlp[0]} replaces the linears of an MLP together, and needs a candidate for one linear "
+                f"beside it, for example [{of_mlp[0]}, low_rank]. For MLPs alone give a rule {{match: mlp.*, structure: "
+                f"{of_mlp[0]}}}"
+            )
         return names
 
     @model_validator(mode="before")
@@ -252,6 +258,16 @@ class ConversionRecipe(_StrictModel):
     def fitted_tokens(self) -> int:
         """The tokens of the calibration text, held-out ones included, and those that the original samples."""
         return self.tokens + self.generated_tokens
+
+    @property
+    def linear_candidates(self) -> tuple[str, ...]:
+        """The candidates of `structure: auto` that replace one linear."""
+        return tuple(name for name in self.candidates if not _replaces_mlp(name))
+
+    @property
+    def tries_pruning(self) -> bool:
+        """Whether `structure: auto` also compares MLPs with fewer neurons."""
+        return len(self.linear_candidates) < len(self.candidates)
 
     @property
     def epochs(self) -> TuneRecipe:
