@@ -133,12 +133,12 @@ class Conversion:
             self.progress.say(f"note: {note}")
         sink.check_plan(model, plan)
         if plan.recipe.calibration is not None:
-            self.progress.say(f"reading the calibration inputs: {plan.recipe.calibration}")
+            self.progress.say(f"reading the calibration inputs: {plan.recipe.calibration_label}")
         self.calibration = calibration = source.calibration(plan.recipe)
         samples = None
         if calibration is not None:
             samples = CalibrationSet.from_inputs(calibration.tensors, plan.recipe.holdout)
-            if calibration.label != plan.recipe.calibration:
+            if calibration.label != plan.recipe.calibration_label:
                 plan = replace(plan, recipe=plan.recipe.model_copy(update={"calibration": calibration.label}))
         if self.on_plan is not None and self.dist.main:
             self.on_plan(plan)
