@@ -284,7 +284,7 @@ class ConversionRecipe(_StrictModel):
     def calibration_texts(self) -> tuple[CalibrationText, ...]:
         """The calibration texts, or other inputs, with their shares of the tokens; () without any."""
         if isinstance(self.calibration, str):
-            return (CalibrationText(path=self.calibration),)
+            return (CalibrationText(path=self.calibration, weight=1.0),)
         return self.calibration or ()
 
     @property

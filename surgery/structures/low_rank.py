@@ -81,7 +81,8 @@ def cosine_transform(size: int) -> Tensor:
     places = torch.arange(size, dtype=torch.float64)
     matrix = torch.cos(torch.pi / size * places[:, None] * (places + 0.5)) * (2 / size) ** 0.5
     matrix[0] /= 2**0.5
-    return matrix.float()
+    transform: Tensor = matrix.float()
+    return transform
 
 
 def low_rank_factors(weight_OI: Tensor, rank: int, metric: Metric) -> tuple[Tensor, Tensor]:
