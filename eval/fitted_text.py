@@ -41,10 +41,11 @@ def _fitted_texts(one: OpenedModel) -> Iterator[tuple[str, str]]:
     except (OSError, SurgeryError):
         return
     calibration = _entry(report, "recipe", "calibration")
+    texts = [_entry(text, "path") for text in calibration] if isinstance(calibration, list) else [calibration]
     runs = _entry(report, "training")
     sources = [_entry(run, "recipe", "data", "sources") for run in runs] if isinstance(runs, list) else []
     trained = [_entry(source, "path") for listed in sources if isinstance(listed, list) for source in listed]
-    for use, path in [("calibrated", calibration), *(("trained", path) for path in trained)]:
+    for use, path in [*(("calibrated", path) for path in texts), *(("trained", path) for path in trained)]:
         if isinstance(path, str) and path and "\0" not in path:
             yield use, path
 

@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgery.calibration.chats import CHAT_COLUMNS, apply_chat_template, chat_template, parse_messages
 from surgery.checkpoint.remote_code import check_code_trusted
 from surgery.core.digests import check_no_outside_files
 from surgery.core.environment import check_environment
@@ -276,14 +277,15 @@ def calibration_inputs(
     Pairs and folders of images are read by surgery.calibration.inputs.
 
     text: a file (.txt, .md, .json, .jsonl, .parquet, .csv; .safetensors with ready inputs, for models of images or
-    sound) or a Hub data set, "org/name" or "org/name:config:split:column". notes: list to which notes about the text
+    sound) or a Hub data set, "org/name" or "org/name:config:split:column". Conversations are rendered by the chat
+    template. notes: list to which notes about the text
     are appended, such as a converted encoding or too few tokens.
     """
     path = Path(text)
     if path.suffix == ".safetensors":
         return load_input_tensors(path)
-    documents = document_stream(text, notes)
     tokenizer = load_tokenizer(source_folder, trust_remote_code)
+    documents = document_stream(text, notes, tokenizer)
     return text_inputs(documents, tokenizer, config, tokens, length, where=text, notes=notes)
 
 
@@ -310,6 +312,25 @@ def text_inputs(
         answers = torch.cat([start, windows_NT[:, half : 2 * half - 1]], dim=1)
         return {"input_ids": windows_NT[:, :half].contiguous(), "decoder_input_ids": answers}
     return {"input_ids": windows_NT}
+
+
+def interleave(several: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the rows of several texts as one set of inputs, evenly mixed: each text has its share in every part.
+
+    Raises SurgeryError if their rows differ in names or lengths.
+    """
+    shapes = [{name: x.shape[1:] for name, x in inputs.items()} for inputs in several]
+    if any(shape != shapes[0] for shape in shapes):
+        raise SurgeryError(
+            "calibration: several texts must have rows of one length (got "
+            f"{'; '.join(str({name: list(size) for name, size in shape.items()}) for shape in shapes)}). Give pairs of "
+            "texts in one file"
+        )
+    counts = [len(next(iter(inputs.values()))) for inputs in several]
+    starts = [sum(counts[:number]) for number in range(len(counts))]
+    places = sorted(((i + 0.5) / count, start + i) for start, count in zip(starts, counts) for i in range(count))
+    order = torch.tensor([index for _, index in places])
+    return {name: torch.cat([inputs[name] for inputs in several])[order] for name in several[0]}
 
 
 def load_input_tensors(path: Path) -> dict[str, Tensor]:
@@ -433,18 +454,20 @@ def decode_utf8(path: Path, data: bytes) -> tuple[str, int]:
     return text, bad
 
 
-def document_stream(text: str, notes: list[str] | None = None) -> Iterator[str]:
+def document_stream(text: str, notes: list[str] | None = None, tokenizer: Any = None) -> Iterator[str]:
     """Yield the documents of a file or of a Hub data set.
 
-    notes: list for notes about the decoding of a file; they are printed to standard error if it is None.
+    notes: list for notes about the decoding of a file; they are printed to standard error if it is None. tokenizer:
+    whose chat template renders conversations, the rows of a table with a column `messages` or `conversations` and no
+    `text`; None: such tables are read as texts.
     """
     path = Path(text)
     if path.is_file():
         if path.suffix in (".json", ".jsonl", ".parquet", ".csv"):
             kind = path.suffix[1:].replace("jsonl", "json")
             if kind != "parquet" and _is_utf16(path):
-                return _stream_decoded(path, kind, notes)
-            return _stream_texts(kind, None, "train", None, {"data_files": str(path)})
+                return _stream_decoded(path, kind, notes, tokenizer)
+            return _stream_texts(kind, None, "train", None, {"data_files": str(path)}, tokenizer)
         read, note = decode_text(path)
         _report_note(note, notes)
         return iter([read])
@@ -452,7 +475,7 @@ def document_stream(text: str, notes: list[str] | None = None) -> Iterator[str]:
         raise SurgeryError(f"calibration text {text!r} is not a file; give a text file, or a Hub data set as org/name")
     name, _, rest = text.partition(":")
     config, split, column = ([*rest.split(":"), "", "", ""])[:3]
-    return _stream_texts(name, config or None, split or "train", column or None, {})
+    return _stream_texts(name, config or None, split or "train", column or None, {}, tokenizer)
 
 
 def _report_note(note: str | None, notes: list[str] | None) -> None:
@@ -467,18 +490,18 @@ def _is_utf16(path: Path) -> bool:
         return detect_encoding(file.read(4096)) not in (None, "utf-8-sig")
 
 
-def _stream_decoded(path: Path, kind: str, notes: list[str] | None) -> Iterator[str]:
+def _stream_decoded(path: Path, kind: str, notes: list[str] | None, tokenizer: Any) -> Iterator[str]:
     """Yield the texts of a table in UTF-16 or UTF-32, from a temporary copy in UTF-8."""
     text, note = _decode(path)
     _report_note(note, notes)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, path.name)
         copy.write_bytes(text.removeprefix("\ufeff").encode())
-        yield from _stream_texts(kind, None, "train", None, {"data_files": str(copy)})
+        yield from _stream_texts(kind, None, "train", None, {"data_files": str(copy)}, tokenizer)
 
 
 def _stream_texts(
-    name: str, config: str | None, split: str, column: str | None, options: dict[str, Any]
+    name: str, config: str | None, split: str, column: str | None, options: dict[str, Any], tokenizer: Any
 ) -> Iterator[str]:
     import datasets
 
@@ -500,6 +523,15 @@ def _stream_texts(
     except Exception as error:  # `datasets` raises errors of many libraries
         raise _unreadable_error(options.get("data_files", name), error) from None
     where = options.get("data_files", name)
+    chats = [key for key in CHAT_COLUMNS if isinstance(first.get(key), list) and column in (None, key)]
+    is_chat = tokenizer is not None and bool(chats) and (column is not None or not isinstance(first.get("text"), str))
+    for row in _all_rows(first, rows, where) if is_chat else ():
+        if row.get(chats[0]):  # rows without messages are skipped
+            messages = parse_messages(row[chats[0]], f"calibration data {where}")
+            chat_template(tokenizer, f"calibration data {where}")
+            yield apply_chat_template(tokenizer, messages, f"calibration data {where}", tokenize=False)
+    if is_chat:
+        return
     texts = [key for key, value in first.items() if isinstance(value, str)]
     fields = ", ".join(f"{key} ({type(value).__name__})" for key, value in first.items()) or "none"
     if column is None and not texts:
@@ -507,16 +539,20 @@ def _stream_texts(
     column = column or ("text" if "text" in texts else texts[0])
     if column not in texts:
         raise SurgeryError(f"calibration data {where} has no text field {column!r}; its fields: {fields}")
-    yield first[column]
-    while True:
-        try:
-            row = next(rows, None)
-        except Exception as error:  # as above, at a later row
-            raise _unreadable_error(where, error) from None
-        if row is None:
-            return
+    for row in _all_rows(first, rows, where):
         if isinstance(row.get(column), str):  # rows without a text are skipped
             yield row[column]
+
+
+def _all_rows(first: dict[str, Any], rows: Iterator[dict[str, Any]], where: str) -> Iterator[dict[str, Any]]:
+    """Yield the first row of a table and those after it."""
+    row: dict[str, Any] | None = first
+    while row is not None:
+        yield row
+        try:
+            row = next(rows, None)
+        except Exception as error:  # `datasets` raises errors of many libraries
+            raise _unreadable_error(where, error) from None
 
 
 def _unreadable_error(where: str, error: Exception) -> SurgeryError:

@@ -86,8 +86,18 @@ class TrialReport(ReportModel):
     tokens: Count = 0
 
 
+class MlpsReport(ReportModel):
+    """Whether MLPs were pruned or their linears structured, and the score of each with the better allocation."""
+
+    kept: Literal["pruned", "linears"]
+    pruned: TrialReport
+    linears: TrialReport
+
+
 class AllocationReport(ReportModel):
     """Which allocation of the budget was kept, why, and the scores of those that were tried.
+
+    mlps: what a trial chose for the MLPs, where the recipe's candidates have `pruned`.
 
     Reports of older versions are read by surgery.planning.renamed.renew_report.
     """
@@ -96,6 +106,7 @@ class AllocationReport(ReportModel):
     why: Text | None = None
     uniform: TrialReport | None = None
     measured: TrialReport | None = None
+    mlps: MlpsReport | None = None
 
 
 class HybridReport(ReportModel):

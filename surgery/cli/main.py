@@ -131,7 +131,7 @@ def convert(
             help="Write the converted checkpoint to this folder, which must not exist without --overwrite.",
         ),
     ],
-    calibration: options.Calibration = None,
+    calibration: options.CalibrationTexts = None,
     tokens: options.CalibrationTokens = None,
     length: options.CalibrationLength = None,
     keep: options.Keep = None,
@@ -164,7 +164,8 @@ def convert(
     from surgery.publish.summary import inspect as read
     from surgery.publish.tables import inspect_table
 
-    values = {"calibration": calibration, "tokens": tokens, "length": length, "keep": keep, "seed": seed}
+    texts = calibration[0] if calibration and len(calibration) == 1 else calibration or None
+    values = {"calibration": texts, "tokens": tokens, "length": length, "keep": keep, "seed": seed}
     chosen = load_recipe(recipe, with_shorthands(overrides, values))
     check_keep(chosen, keep)
     if chosen.calibration is None:

@@ -172,6 +172,15 @@ Calibration = Annotated[
         "folder of images, or a Hub data set (org/name[:config:split:column]). Default: the recipe's, else none."
     ),
 ]
+CalibrationTexts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--calibration",
+        help="Calibrate on this text: a file (.txt, .jsonl, .parquet, or .safetensors with prepared model inputs), a "
+        "folder of images, or a Hub data set (org/name[:config:split:column]). Repeat it to mix several texts in equal "
+        "parts. Default: the recipe's, else none.",
+    ),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion into the same OUT.")]
 ResultDtype = Annotated[
     str | None,

@@ -12,7 +12,7 @@ from surgery.core.errors import SurgeryError
 if TYPE_CHECKING:
     from surgery.planning.recipe import ConversionRecipe
 
-Values = Mapping[str, str | int | float | None]  # of the options by key; None: not given
+Values = Mapping[str, str | list[str] | int | float | None]  # of the options by key; None: not given
 TEXT_KEYS = ("tokens", "length")  # keys that say how the calibration text is read
 
 
@@ -28,7 +28,7 @@ def with_shorthands(overrides: Sequence[str] | None, values: Values) -> list[str
     return [*(overrides or ()), *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
 
 
-def _check_same(key: str, value: str | int | float, override: str) -> None:
+def _check_same(key: str, value: str | list[str] | int | float, override: str) -> None:
     path, _, text = override.partition("=")
     path = path.strip()
     if path != key and not path.startswith(f"{key}."):

@@ -14,11 +14,27 @@ HYBRIDS = {"aligned": "no softmax", "near": "no softmax", "every": "evenly space
 SOFTMAX_STAGE = "softmax heads, "  # begins the names of stages that initialize the softmax heads of a hybrid by heads
 
 
+MLPS = {"pruned": "fewer neurons", "linears": "structured linears"}
+
+
 def allocation_lines(allocation: Mapping[str, Any]) -> list[str]:
-    """Return a line on how the parameters, or the time, were shared among the matrices; none if the recipe chose it.
+    """Return lines on what a trial chose for the MLPs, if it did, and on how the parameters, or the time, were shared
+    among the matrices; none if the recipe chose it.
 
     allocation: the report's entry.
     """
+    return [*_mlp_lines(allocation.get("mlps")), *_sharing_lines(allocation)]
+
+
+def _mlp_lines(mlps: Mapping[str, Any] | None) -> list[str]:
+    if not mlps:
+        return []
+    tried = ", ".join(f"{words} {mlps[name]['converted']:.4f}" for name, words in MLPS.items())
+    unit = mlps["pruned"].get("unit", "")
+    return [f"MLPs, held-out loss of a quick trial: {tried} {unit}; kept: {mlps['kept']} ({MLPS[mlps['kept']]})"]
+
+
+def _sharing_lines(allocation: Mapping[str, Any]) -> list[str]:
     best, why = str(allocation.get("kept")), allocation.get("why")
     result = f"kept: {best}" + (f" ({ALLOCATIONS[best]})" if best in ALLOCATIONS else "")
     scores = {name: allocation[name] for name in ("uniform", "measured") if allocation.get(name)}

@@ -133,12 +133,12 @@ class Conversion:
             self.progress.say(f"note: {note}")
         sink.check_plan(model, plan)
         if plan.recipe.calibration is not None:
-            self.progress.say(f"reading the calibration inputs: {plan.recipe.calibration}")
+            self.progress.say(f"reading the calibration inputs: {plan.recipe.calibration_label}")
         self.calibration = calibration = source.calibration(plan.recipe)
         samples = None
         if calibration is not None:
             samples = CalibrationSet.from_inputs(calibration.tensors, plan.recipe.holdout)
-            if calibration.label != plan.recipe.calibration:
+            if calibration.label != plan.recipe.calibration_label:
                 plan = replace(plan, recipe=plan.recipe.model_copy(update={"calibration": calibration.label}))
         if self.on_plan is not None and self.dist.main:
             self.on_plan(plan)
@@ -172,6 +172,7 @@ class Conversion:
         self.seconds["start"] = round(time.perf_counter() - began, 3)  # imports, the plan and reading the text
         torch.manual_seed(self.ctx.recipe.seed)
         self.journal.keep(select_valid_entries(self.journal.entries, self.ctx.plan))
+        self._use_chosen_plan()
         with self._timer("text check"):
             self._check_text()
         self._generate_text()
@@ -243,11 +244,20 @@ class Conversion:
             with self._timer("budgets"):
                 entry = self.dist.broadcast_object(self._choose_budgets())
             self.journal.add("budgets", **entry)
+            self._use_chosen_plan()
+            plan = self.ctx.plan
         for line in allocation_lines(entry["allocation"]):
             self.progress.say(line)
         if plan.time is not None:
             self.ctx = replace(self.ctx, plan=with_structures(plan, entry["structures"]))
         return entry["budgets"], entry["allocation"]
+
+    def _use_chosen_plan(self) -> None:
+        """Use the plan whose targets have budgets in the journal, if a trial chose between two."""
+        plan, entry = self.ctx.plan, self.journal.find("budgets")
+        if entry is not None and plan.pruned_targets:
+            chosen = next(one for one in plan.contenders().values() if one.target_names() == set(entry["budgets"]))
+            self.ctx = replace(self.ctx, plan=chosen)
 
     def _choose_budgets(self) -> JournalEntry:
         """Return the journal's "budgets" entry; with `speed` it also has the structure of each target."""

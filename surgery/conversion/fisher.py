@@ -305,7 +305,7 @@ class FisherPass(GradientPass):
         """
         ranks, targets = (
             self.runner.ranks,
-            [(target, m) for path, m in metrics.items() for target in self.plan.targets.get(path, ())],
+            [(target, m) for path, m in metrics.items() for target in self.plan.tried_targets(path)],
         )
         output_grams = {target.name: self._output_gram(target_gram(target, grams)) for target, _ in targets}
         if ranks.main:

@@ -312,8 +312,8 @@ def _is_valid(entry: dict[str, Any], plan: Plan) -> bool:
 
 def _agrees_with_plan(entry: dict[str, Any], plan: Plan) -> bool:
     if entry["step"] == "budgets":
-        names = {target.name for targets in plan.targets.values() for target in targets}
-        return set(entry["budgets"]) == names and _meets_target(entry, plan)
+        names = set(entry["budgets"])
+        return any(names == one.target_names() for one in plan.contenders().values()) and _meets_target(entry, plan)
     if entry["step"] == "hybrid":
         return set(entry["told"]["softmax"]) <= set(plan.attention_targets) and _names_heads(entry["told"], plan)
     if entry["step"] == "piece":

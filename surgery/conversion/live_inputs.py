@@ -99,7 +99,7 @@ def _from_path(text: str, recipe: ConversionRecipe, config: Any, tokenizer: Any)
             return CalibrationInputs(
                 pair_inputs(pairs, tokenizer, recipe.tokens, recipe.length, text), text, True, notes
             )
-    return _from_texts(document_stream(text, notes), text, recipe, config, tokenizer, notes=notes)
+    return _from_texts(document_stream(text, notes, tokenizer), text, recipe, config, tokenizer, notes=notes)
 
 
 def _from_texts(

@@ -32,7 +32,7 @@ from surgery.conversion.generated import check_can_generate
 from surgery.conversion.live_inputs import live_inputs
 from surgery.conversion.preflight import check_far_context, check_needs_no_calibration
 from surgery.conversion.reached import keep_reached
-from surgery.conversion.sources import CalibrationInputs
+from surgery.conversion.sources import CalibrationInputs, read_texts
 from surgery.conversion.whole_module import PREFIX, PlainConfig, PlainModel
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import Progress
@@ -133,7 +133,14 @@ class LiveSource:
             return None
         model, config = self.meta_model.model, self.meta_model.config
         length = min(recipe.length, longest_input(model) or recipe.length)
-        inputs = live_inputs(self.model, samples, recipe.model_copy(update={"length": length}), config, self.tokenizer)
+        recipe = recipe.model_copy(update={"length": length})
+
+        def read(samples: Any, tokens: int) -> CalibrationInputs:
+            return live_inputs(
+                self.model, samples, recipe.model_copy(update={"tokens": tokens}), config, self.tokenizer
+            )
+
+        inputs = read_texts(recipe, read) if self.samples is None else read(samples, recipe.tokens)
         if is_library_model(self.model):
             inputs.tensors = align_left(read_labels(inputs.tensors, model))
         check_model_inputs(inputs.tensors, model)
@@ -150,15 +157,14 @@ class LiveSource:
         if not self.prefix:
             return keep_reached(plan, runner, samples)
         reached = self._reached_modules()
-        targets = {path: slices for path, slices in plan.targets.items() if path in reached}
         lost = [self.public_path(path) for path in plan.targets if path not in reached]
-        if not targets:
+        if len(lost) == len(plan.targets):
             raise SurgeryError(
                 f"the calibration inputs reach no linear of the plan ({', '.join(lost[:3])}, ..); give inputs that use "
                 "them"
             )
         note = f"left dense, because the calibration inputs do not reach them: {', '.join(lost)}"
-        return replace(plan, targets=targets, notes=(*plan.notes, *([note] if lost else []))), runner
+        return plan.keep_targets(reached, notes=(*plan.notes, *([note] if lost else []))), runner
 
     def _reached_modules(self) -> set[str]:
         """Run two rows through a module that is not of transformers; return the paths of the submodules that ran."""

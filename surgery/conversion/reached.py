@@ -60,18 +60,17 @@ def keep_reached(plan: Plan, runner: LayerRunner, data: CalibrationSet) -> tuple
             "a mixer. Give inputs "
             "that use it, or leave its layer out (attention.layers)"
         )
-    targets = {path: slices for path, slices in plan.targets.items() if path in reached}
-    if lost and not any(target.configs for slices in targets.values() for target in slices):
+    layout = replace(plan.layout, layers=tuple(path for path in plan.layout.layers if path in layers))
+    notes = (*plan.notes, *([unreached_note([target.name for target in lost])] if lost else []))
+    reached_plan = plan.keep_targets(
+        reached, layout=layout, notes=notes, unreached=tuple(target.name for target in lost)
+    )
+    if lost and not reached_plan.replaced_targets():
         raise SurgeryError(
             f"the calibration inputs ({', '.join(data.inputs)}) reach no linear of the plan ({lost[0].name}, ..). Give "
             "inputs that use "
             "them, for example images for a vision tower"
         )
-    layout = replace(plan.layout, layers=tuple(path for path in plan.layout.layers if path in layers))
-    notes = (*plan.notes, *([unreached_note([target.name for target in lost])] if lost else []))
-    reached_plan = replace(
-        plan, layout=layout, targets=targets, notes=notes, unreached=tuple(target.name for target in lost)
-    )
     return reached_plan, runner.with_layers(layout.layers, skip)
 
 

@@ -7,7 +7,7 @@ LiveSource       a model in memory (surgery/conversion/live_source.py)
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from surgery.architectures.positions import longest_input
-from surgery.calibration.data import CalibrationSet, align_left, check_model_inputs, read_labels
+from surgery.calibration.data import CalibrationSet, align_left, check_model_inputs, interleave, read_labels
 from surgery.calibration.inputs import checkpoint_inputs
 from surgery.calibration.layer_runner import LayerRunner
 from surgery.checkpoint.meta_model import MetaModel
@@ -26,6 +26,7 @@ from surgery.checkpoint.source import open_checkpoint
 from surgery.conversion.generated import check_can_generate
 from surgery.conversion.preflight import GIVE_CALIBRATION, check_far_context, check_needs_no_calibration
 from surgery.conversion.reached import keep_reached
+from surgery.core.errors import SurgeryError
 from surgery.core.progress import Progress
 from surgery.planning.plan import make_plan
 from surgery.planning.recipe import ConversionRecipe
@@ -43,6 +44,23 @@ class CalibrationInputs:
     label: str
     is_text: bool
     notes: list[str] = field(default_factory=list)
+
+
+def read_texts(recipe: ConversionRecipe, read: Callable[[str, int], CalibrationInputs]) -> CalibrationInputs:
+    """Return the calibration samples that a recipe names, several texts evenly mixed. read(path, tokens): reads one.
+
+    Raises SurgeryError if it names several and one of them is no text.
+    """
+    several = [read(text.path, recipe.tokens_of(text)) for text in recipe.calibration_texts]
+    if len(several) == 1:
+        return several[0]
+    for one in several:
+        if not one.is_text or Path(one.label).is_dir():
+            raise SurgeryError(
+                f"calibration: of several texts each must be a text (got {one.label}). Give it alone, or leave it out"
+            )
+    notes = [note for one in several for note in one.notes]
+    return CalibrationInputs(interleave([one.tensors for one in several]), recipe.calibration_label or "", True, notes)
 
 
 class Source(Protocol):
@@ -107,24 +125,30 @@ class FolderSource:
         if recipe.calibration is None:
             check_needs_no_calibration(recipe)
             return None
-        config, model, notes = self.model.config, self.model.model, list[str]()
-        tensors = checkpoint_inputs(
-            recipe.calibration,
-            self.model.source.folder,
-            config,
-            recipe.tokens,
-            min(recipe.length, longest_input(model) or recipe.length),
-            trust_remote_code=self.trust_remote_code,
-            notes=notes,
-        )
-        if Path(recipe.calibration).is_dir():  # a processor may return more than the model reads
-            taken = inspect.signature(model.forward).parameters
-            tensors = {name: x for name, x in tensors.items() if name in taken}
-        tensors = align_left(read_labels(tensors, model))
-        check_model_inputs(tensors, model)
-        check_far_context(tensors, recipe)
-        check_can_generate(tensors, self.model, recipe)
-        return CalibrationInputs(tensors, recipe.calibration, not recipe.calibration.endswith(".safetensors"), notes)
+        config, model = self.model.config, self.model.model
+
+        def read(path: str, tokens: int) -> CalibrationInputs:
+            notes = list[str]()
+            tensors = checkpoint_inputs(
+                path,
+                self.model.source.folder,
+                config,
+                tokens,
+                min(recipe.length, longest_input(model) or recipe.length),
+                trust_remote_code=self.trust_remote_code,
+                notes=notes,
+            )
+            if Path(path).is_dir():  # a processor may return more than the model reads
+                taken = inspect.signature(model.forward).parameters
+                tensors = {name: x for name, x in tensors.items() if name in taken}
+            return CalibrationInputs(tensors, path, not path.endswith(".safetensors"), notes)
+
+        inputs = read_texts(recipe, read)
+        inputs.tensors = align_left(read_labels(inputs.tensors, model))
+        check_model_inputs(inputs.tensors, model)
+        check_far_context(inputs.tensors, recipe)
+        check_can_generate(inputs.tensors, self.model, recipe)
+        return inputs
 
     def keep_reached(self, plan: Plan, runner: LayerRunner, samples: CalibrationSet) -> tuple[Plan, LayerRunner]:
         """See `Source.keep_reached`."""

@@ -77,7 +77,7 @@ class QuickTrial:
     """Score several allocations in one pass over the samples.
 
     contenders: name -> (target name -> parameters). done: called after each layer. plans: the plans of contenders that
-    do not have ctx's, by name; they replace the same matrices by other structures.
+    do not have ctx's, by name; they replace the same matrices by other structures, or MLPs by pruned ones.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class QuickTrial:
             return
         moment_II = stage.sum_II.div_(stage.rows[1])
         damp_(moment_II, self.recipe.damping)
-        targets = [target for path in stage.paths for target in self.plan.targets[path]]
+        targets = [target for path in stage.paths for target in self.plan.tried_targets(path)]
         metrics = {
             target.name: Metric(moment_II, damp_output_gram(grams.get(target.name)), stage.of_c) for target in targets
         }
@@ -190,7 +190,7 @@ class QuickTrial:
             {
                 target.name: candidate_configs(target, target_budgets[target.name])
                 for path in stage.paths
-                for target in self.plans[name].targets[path]
+                for target in self.plans[name].targets.get(path, ())
             }
             for name, target_budgets in self.contenders.items()
         ]
@@ -199,11 +199,14 @@ class QuickTrial:
             (target.name, str(mine[target.name])): (target, partial(fit, target, mine[target.name]))
             for target in targets
             for mine in contender_configs
+            if target.name in mine
         }
         fitted = broadcast_fits(self.runner.ranks, jobs, call.device)
-        for modules_by_path, mine in zip(modules, contender_configs):
+        for modules_by_path, plan, mine in zip(modules, self.plans.values(), contender_configs):
             for path in stage.paths:
-                replacement, slices = LayerReplacement(), list(self.plan.targets[path])
+                replacement, slices = LayerReplacement(), list(plan.targets.get(path, ()))
+                if not slices:  # of the neurons of a pruned MLP, which are removed with `down`
+                    continue
                 results = [fitted[target.name, str(mine[target.name])] for target in slices]
                 add_linear(self.ctx.model, slices, results, call.device, replacement)
                 modules_by_path |= {name: densify_module(module) for name, module in replacement.modules.items()}
@@ -215,22 +218,55 @@ def uniform_budgets(plan: Plan) -> dict[str, float]:
 
 
 def choose_budgets(ctx: ConversionContext) -> tuple[dict[str, float], dict[str, Any]]:
-    """Return (parameters for each target by name, the report's "allocation" entry)."""
+    """Return (parameters for each target by name, the report's "allocation" entry).
+
+    If the plan has pruned MLPs to compare, the names are those of the targets of the better plan.
+    """
     plan, recipe = ctx.plan, ctx.recipe
     uniform = uniform_budgets(plan)
     if ctx.data is None:
         return uniform, {"kept": "uniform", "why": "no calibration text"}
     if not plan.replaced_targets():
         return uniform, {"kept": "uniform", "why": "no linear is replaced"}
-    free = [target for target in plan.replaced_targets() if not target.has_fixed_rank]
-    is_measured = recipe.allocate == "measured" and bool(free)
-    why = "recipe" if free else "every rank is given"
-    if recipe.curvature == "none" and not is_measured:
-        return uniform, {"kept": "uniform", "why": why}
-    options = measure_rank_errors(ctx)
-    if not is_measured:
-        return uniform, {"kept": "uniform", "why": why}
-    return choose_allocation(ctx, {"uniform": uniform, "measured": {**uniform, **budgets_by_gain(options, free)}})
+    free = {name: [t for t in p.replaced_targets() if not t.has_fixed_rank] for name, p in plan.contenders().items()}
+    is_measured = recipe.allocate == "measured" and any(free.values())
+    why = "recipe" if any(free.values()) else "every rank is given"
+    options = measure_rank_errors(ctx) if recipe.curvature != "none" or is_measured else {}
+    budgets = {name: {"uniform": uniform_budgets(p)} for name, p in plan.contenders().items()}
+    if is_measured:
+        for name, allocations in budgets.items():
+            allocations["measured"] = {**allocations["uniform"], **budgets_by_gain(options, free[name])}
+    if plan.pruned_targets:
+        return choose_mlps(ctx, budgets, why)
+    allocations = budgets["linears"]
+    return choose_allocation(ctx, allocations) if is_measured else (uniform, {"kept": "uniform", "why": why})
+
+
+def choose_mlps(
+    ctx: ConversionContext, budgets: Mapping[str, Mapping[str, dict[str, float]]], why: str
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Try pruned MLPs against structured linears, each with its allocations, in one quick trial, and return (the
+    budgets of the better plan, the report's "allocation" entry).
+
+    budgets: of each contender of the plan and each allocation, by target name. why: of an allocation that is not tried.
+    """
+    plans = ctx.plan.contenders()
+    pairs = {f"{plan} {name}": (plan, name) for plan, allocations in budgets.items() for name in allocations}
+    with ctx.progress.bar("trying pruned MLPs, and allocations of ranks", len(ctx.plan.layout.layers)) as tick:
+        scores = QuickTrial(
+            ctx,
+            {key: budgets[plan][name] for key, (plan, name) in pairs.items()},
+            tick,
+            {key: plans[plan] for key, (plan, _) in pairs.items()},
+        ).run()
+    of_plan = {plan: {name: scores[f"{plan} {name}"] for name in allocations} for plan, allocations in budgets.items()}
+    lowest = {plan: min(some.values(), key=lambda score: score.converted) for plan, some in of_plan.items()}
+    best = min(lowest, key=lambda plan: lowest[plan].converted)
+    chosen, allocation = budgets[best]["uniform"], {"kept": "uniform", "why": why}
+    if len(budgets[best]) > 1:
+        chosen_ctx = replace(ctx, plan=plans[best])
+        chosen, allocation = choose_allocation(chosen_ctx, dict(budgets[best]), scores=of_plan[best])
+    return chosen, {**allocation, "mlps": {"kept": best, **{plan: s.to_dict() for plan, s in lowest.items()}}}
 
 
 def budgets_by_gain(options: Mapping[str, list[CostPoint]], free: list[LinearTarget]) -> dict[str, int]:
@@ -261,12 +297,15 @@ def measure_rank_errors(ctx: ConversionContext) -> dict[str, list[CostPoint]]:
 
 
 def choose_allocation(
-    ctx: ConversionContext, contenders: dict[str, dict[str, float]], plans: Mapping[str, Plan] | None = None
+    ctx: ConversionContext,
+    contenders: dict[str, dict[str, float]],
+    plans: Mapping[str, Plan] | None = None,
+    scores: dict[str, HeldOutScore] | None = None,
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Try the contenders "uniform" and "measured" and return (the better one's budgets, the report's "allocation"
     entry).
 
-    plans: see `QuickTrial`.
+    plans: see `QuickTrial`. scores: of a quick trial that was run already.
 
     Trials fit to all samples that the conversion fits to. Fitted to a part of them, matrices overfit it, and the trial
     can prefer the worse allocation (docs/measurements/quality.md). If the quick trial prefers the uniform allocation,
@@ -274,8 +313,9 @@ def choose_allocation(
     the errors below them.
     """
     layers, how = len(ctx.plan.layout.layers), "quick trials"
-    with ctx.progress.bar("trying allocations of ranks", layers) as tick:
-        scores = QuickTrial(ctx, contenders, tick, plans).run()
+    if scores is None:
+        with ctx.progress.bar("trying allocations of ranks", layers) as tick:
+            scores = QuickTrial(ctx, contenders, tick, plans).run()
     contradicts = scores["uniform"].converted < scores["measured"].converted
     if contradicts and ctx.recipe.calibrate == "sequential":
         how = "sequential trials"

@@ -25,7 +25,7 @@ from surgery.core.registry import validate_config
 from surgery.mixers.softmax import describe_softmax
 from surgery.planning.attention_plan import find_attention_targets, softmax_shapes
 from surgery.planning.joined import check_joins, group_by_input
-from surgery.planning.pruned_mlps import find_pruned_mlps
+from surgery.planning.pruned_mlps import Mlp, find_pruned_mlps, prunable_mlps
 from surgery.planning.recipe import STRUCTURE_KEYS, ConversionRecipe, LinearSettings
 from surgery.planning.shared_bases import check_can_share, share_bases
 from surgery.planning.speed import plan_by_time
@@ -111,6 +111,12 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
             f"{layout.head} is tied to the input embedding: it gets weights of its own, and the embedding stays as it "
             "is"
         )
+    if pruned_targets := _with_pruned_mlps(targets, recipe, layout, meta_model.model):
+        count = sum(bool(target.neurons) for slices in pruned_targets.values() for target in slices)
+        notes.append(
+            f"structure: auto tries {count} MLPs with fewer neurons (structure pruned) too: a trial on held-out text "
+            "chooses between that and structured linears, whose numbers stand here"
+        )
     time = None
     if recipe.speed is not None:
         targets, time, time_notes = plan_by_time(targets, recipe.speed, recipe.round_ranks, layout)
@@ -137,6 +143,7 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
         untied_params=untied,
         time=time,
         dtype=meta_model.source.dtype,
+        pruned_targets=pruned_targets,
     )
 
 
@@ -267,7 +274,7 @@ def _pruned_targets(
     Of an MLP only `down` has a target; linears that belong to no MLP have none.
     """
     inside = [linear for linear in layout.linears if linear.layer in (*layout.layers, "")]
-    settings = {n.path: [_resolve_settings(n, role, recipe, layout) for role in n.roles or ("",)] for n in inside}
+    settings = _settings_by_path(recipe, layout)
     rules = [rule for rule in recipe.rules if rule.structure == "pruned"]
     named = {n.path: r.match for n in inside for r in rules for x in n.roles or ("",) if matches_pattern(r.match, n, x)}
     mlps, notes = find_pruned_mlps(recipe, layout, settings, named, meta_model.model)
@@ -277,14 +284,41 @@ def _pruned_targets(
     }
     for mlp in mlps:
         chosen = settings[mlp.down.path][0]
-        config = _structure_config("pruned", chosen, auto=False)
-        target = LinearTarget(mlp.down, mlp.down.out, chosen.keep, (config,), neurons=mlp.neurons)
-        try:
-            preview = fit_target(config, target, target.uniform_budget())
-        except SurgeryError as error:
-            raise SurgeryError(f"plan: {target.name}: {error}") from None
-        targets[mlp.down.path] = (replace(target, preview=preview),)
+        targets[mlp.down.path] = (_pruned_target(mlp, chosen, _structure_config("pruned", chosen, auto=False)),)
     return targets, notes
+
+
+def _pruned_target(mlp: Mlp, settings: LinearSettings, config: StructureConfig) -> LinearTarget:
+    """Return the target of an MLP that is pruned. Raises SurgeryError if its budget allows no width."""
+    target = LinearTarget(mlp.down, mlp.down.out, settings.keep, (config,), neurons=mlp.neurons)
+    try:
+        return replace(target, preview=fit_target(config, target, target.uniform_budget()))
+    except SurgeryError as error:
+        raise SurgeryError(f"plan: {target.name}: {error}") from None
+
+
+def _with_pruned_mlps(
+    targets: dict[str, tuple[LinearTarget, ...]], recipe: ConversionRecipe, layout: ModelLayout, model: Any
+) -> dict[str, tuple[LinearTarget, ...]]:
+    """Return the targets with pruned MLPs in place of the linears of MLPs with `structure: auto`; {} if the candidates
+    have no `pruned`, or if no MLP can be pruned within its budget.
+    """
+    if not recipe.tries_pruning or recipe.speed is not None:
+        return {}
+    pruned, settings = dict(targets), _settings_by_path(recipe, layout)
+    for mlp in prunable_mlps(layout, settings, model):
+        chosen = settings[mlp.down.path][0]
+        with suppress(SurgeryError):
+            target = _pruned_target(mlp, chosen, _structure_config("pruned", chosen, auto=True))
+            pruned = {path: slices for path, slices in pruned.items() if path not in {n.path for n in mlp.neurons}}
+            pruned[mlp.down.path] = (target,)
+    return {} if pruned == targets else pruned
+
+
+def _settings_by_path(recipe: ConversionRecipe, layout: ModelLayout) -> dict[str, list[LinearSettings]]:
+    """Return the settings of each role of the linears of the layers that are converted, and of the head."""
+    inside = (linear for linear in layout.linears if linear.layer in (*layout.layers, ""))
+    return {n.path: [_resolve_settings(n, role, recipe, layout) for role in n.roles or ("",)] for n in inside}
 
 
 def _resolve_settings(linear: LinearInfo, role: str, recipe: ConversionRecipe, layout: ModelLayout) -> LinearSettings:
@@ -300,7 +334,7 @@ def _linear_target(
     if settings.structure == "dense":
         return LinearTarget(linear, out, 1.0, (), fused_slice)
     share = settings.share == "experts" and check_can_share(linear, settings, recipe)
-    names = recipe.candidates if settings.structure == "auto" else (settings.structure,)
+    names = recipe.linear_candidates if settings.structure == "auto" else (settings.structure,)
     configs = tuple(_structure_config(name, settings, auto=settings.structure == "auto") for name in names)
     fitted, reasons = [], []
     for config in configs:

@@ -6,7 +6,8 @@ The three are one target. See surgery/structures/pruned.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +59,7 @@ def find_pruned_mlps(
                 f"plan: pattern {named[linear.path]!r} matches {linear.path} ({', '.join(linear.roles) or 'no role'}), "
                 "and structure pruned removes neurons of MLPs. Match mlp.*, or give this linear another structure"
             )
-    mlps = [mlp for layer in dict.fromkeys(linear.layer for linear in chosen) for mlp in _mlps(layer, layout)]
+    mlps = list(_mlps(layout, {linear.layer for linear in chosen}))
     pruned = [mlp for mlp in mlps if any(linear in chosen for linear in mlp.linears)]
     for mlp in pruned:
         _check_settings(mlp, settings)
@@ -91,18 +92,37 @@ def _is_pruned(settings: Sequence[LinearSettings]) -> bool:
     return any(one.structure == "pruned" for one in settings)
 
 
-def _mlps(layer: str, layout: ModelLayout) -> list[Mlp]:
-    """Return the MLPs of a layer: by their parent if it has several, such as a dense one and a shared expert."""
-    linears = [n for n in layout.linears if n.layer == layer and set(n.roles) & set(MLP_ROLES)]
-    downs = [linear for linear in linears if "mlp.down" in linear.roles]
+def prunable_mlps(layout: ModelLayout, settings: Settings, model: Any) -> list[Mlp]:
+    """Return the MLPs whose linears all have `structure: auto`, and of which neurons can be removed. settings: of the
+    linears of the layers that are converted.
+    """
     mlps = []
-    for down in downs:
-        parent = down.path.rpartition(".")[0]
-        members = [n for n in linears if len(downs) == 1 or n.path.rpartition(".")[0] == parent]
-        neurons = tuple(n for n in members if n is not down)
-        if neurons:
-            mlps.append(Mlp(neurons, down))
+    for mlp in _mlps(layout, layout.layers):
+        if any(one.structure != "auto" for linear in mlp.linears for one in settings[linear.path]):
+            continue
+        with suppress(SurgeryError):
+            _check_settings(mlp, settings)
+            _check_shapes(mlp, model)
+            mlps.append(mlp)
     return mlps
+
+
+def _mlps(layout: ModelLayout, layers: Iterable[str]) -> Iterator[Mlp]:
+    """Yield the MLPs of some layers, by their parent if a layer has several, such as a dense one and a shared
+    expert.
+    """
+    of_layer: dict[str, list[LinearInfo]] = {}
+    for linear in layout.linears:
+        if set(linear.roles) & set(MLP_ROLES):
+            of_layer.setdefault(linear.layer, []).append(linear)
+    for linears in (some for layer, some in of_layer.items() if layer in set(layers)):
+        downs = [linear for linear in linears if "mlp.down" in linear.roles]
+        for down in downs:
+            parent = down.path.rpartition(".")[0]
+            members = [n for n in linears if len(downs) == 1 or n.path.rpartition(".")[0] == parent]
+            neurons = tuple(n for n in members if n is not down)
+            if neurons:
+                yield Mlp(neurons, down)
 
 
 def _check_settings(mlp: Mlp, settings: Settings) -> None:

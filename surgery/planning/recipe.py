@@ -75,6 +75,12 @@ def _check_structure(name: str | None) -> str | None:
     return name
 
 
+def _replaces_mlp(name: str) -> bool:
+    config_type: Any = STRUCTURES.config_type(name)
+    of_mlp: bool = config_type.of_mlp
+    return of_mlp
+
+
 class Rule(_StrictModel):
     """Settings for the modules that match a pattern. Omitted fields keep their values."""
 
@@ -139,6 +145,13 @@ class TuneRecipe(_StrictModel):
         return bool(self.layers or self.model)
 
 
+class CalibrationText(_StrictModel):
+    """One of several calibration texts. path: a file or a Hub data set. weight: relative share of the tokens."""
+
+    path: str
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+
+
 class ConversionRecipe(_StrictModel):
     """A conversion recipe. `surgery recipes` lists the shipped ones; docs/recipes.md explains every key."""
 
@@ -172,7 +185,7 @@ class ConversionRecipe(_StrictModel):
     damping: float = Field(0.01, gt=0, le=1)
     tune: TuneRecipe | None = None
 
-    calibration: str | None = None
+    calibration: str | tuple[CalibrationText, ...] | None = None
     tokens: int = Field(16384, ge=64)
     generated_tokens: int = Field(0, ge=0, le=2**31, strict=True)  # sampled from the original and fitted to as well
     length: int = Field(1024, ge=8)
@@ -187,18 +200,32 @@ class ConversionRecipe(_StrictModel):
     def _switch_tuning_off(cls, value: Any) -> Any:
         return None if value is False else value
 
+    @field_validator("calibration", mode="before")
+    @classmethod
+    def _normalize_calibration(cls, value: Any) -> Any:
+        """Accept paths alone, and one text in a list or without one."""
+        if isinstance(value, (dict, CalibrationText)):
+            value = (value,)
+        if not isinstance(value, (list, tuple)):
+            return value
+        if not value:
+            raise SurgeryError("calibration: name at least one text, for example [code.txt, english.txt]")
+        texts = tuple({"path": one} if isinstance(one, str) else one for one in value)
+        is_one = len(texts) == 1 and isinstance(texts[0], dict) and isinstance(texts[0].get("path"), str)
+        return texts[0]["path"] if is_one else texts
+
     @field_validator("candidates")
     @classmethod
     def _check_candidates(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         if not names:
             raise SurgeryError("candidates: name at least one structure, for example [low_rank, btt]")
-        for name in names:
-            config_type: Any = STRUCTURES.config_type(name)
-            if config_type.of_mlp:
-                raise SurgeryError(
-                    f"candidates: {name} replaces the linears of an MLP together, and a candidate replaces one. Leave "
-                    f"it out, and give MLPs a rule {{match: mlp.*, structure: {name}}}"
-                )
+        of_mlp = [name for name in names if _replaces_mlp(name)]
+        if len(of_mlp) == len(names):
+            raise SurgeryError(
+                f"candidates: {of_mlp[0]} replaces the linears of an MLP together, and needs a candidate for one linear "
+                f"beside it, for example [{of_mlp[0]}, low_rank]. For MLPs alone give a rule {{match: mlp.*, structure: "
+                f"{of_mlp[0]}}}"
+            )
         return names
 
     @model_validator(mode="before")
@@ -252,6 +279,34 @@ class ConversionRecipe(_StrictModel):
     def fitted_tokens(self) -> int:
         """The tokens of the calibration text, held-out ones included, and those that the original samples."""
         return self.tokens + self.generated_tokens
+
+    @property
+    def calibration_texts(self) -> tuple[CalibrationText, ...]:
+        """The calibration texts, or other inputs, with their shares of the tokens; () without any."""
+        if isinstance(self.calibration, str):
+            return (CalibrationText(path=self.calibration, weight=1.0),)
+        return self.calibration or ()
+
+    @property
+    def calibration_label(self) -> str | None:
+        """The calibration texts in words; None without any."""
+        weights = {text.weight for text in self.calibration_texts}
+        named = (f"{t.path} (weight {t.weight:g})" if len(weights) > 1 else t.path for t in self.calibration_texts)
+        return ", ".join(named) or None
+
+    def tokens_of(self, text: CalibrationText) -> int:
+        """Return how many of `tokens` are read of one of the calibration texts."""
+        return round(self.tokens * text.weight / sum(one.weight for one in self.calibration_texts))
+
+    @property
+    def linear_candidates(self) -> tuple[str, ...]:
+        """The candidates of `structure: auto` that replace one linear."""
+        return tuple(name for name in self.candidates if not _replaces_mlp(name))
+
+    @property
+    def tries_pruning(self) -> bool:
+        """Whether `structure: auto` also compares MLPs with fewer neurons."""
+        return len(self.linear_candidates) < len(self.candidates)
 
     @property
     def epochs(self) -> TuneRecipe:

@@ -6,7 +6,9 @@ surgery/planning/plan.py makes plans.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -211,7 +213,8 @@ class Plan:
     notes: messages for the user. unreached: names of linears that the recipe would replace and that stay dense, because
     the calibration inputs do not reach them. model_params: parameters of the whole model, a tied pair counted once.
     untied_params: those that are stored twice after the conversion, because a tied weight is replaced. time: what the
-    replaced linears may take, with `speed`. dtype: in which the model loads.
+    replaced linears may take, with `speed`. dtype: in which the model loads. pruned_targets: what a trial on held-out
+    text compares with `targets`: the same with MLPs of fewer neurons; {} if there is nothing to compare.
     """
 
     source: str
@@ -227,6 +230,32 @@ class Plan:
     untied_params: int = 0
     time: TimeTarget | None = None
     dtype: torch.dtype = torch.bfloat16
+    pruned_targets: dict[str, tuple[LinearTarget, ...]] = field(default_factory=dict)
+
+    def contenders(self) -> dict[str, Plan]:
+        """Return the plans that a trial compares: "pruned", if there is one with MLPs of fewer neurons, and
+        "linears".
+        """
+        plans = {"pruned": self.pruned_targets} if self.pruned_targets else {}
+        plans["linears"] = self.targets
+        return {name: replace(self, targets=some, pruned_targets={}) for name, some in plans.items()}
+
+    def keep_targets(self, reached: Collection[str], **changes: Any) -> Plan:
+        """Return the plan with the targets of the linears `reached` alone, by path, and with other changes."""
+        targets, pruned_targets = (
+            {path: slices for path, slices in both.items() if path in reached}
+            for both in (self.targets, self.pruned_targets)
+        )
+        return replace(self, targets=targets, pruned_targets=pruned_targets, **changes)
+
+    def target_names(self) -> set[str]:
+        """Return the names of all targets."""
+        return {target.name for slices in self.targets.values() for target in slices}
+
+    def tried_targets(self, path: str) -> tuple[LinearTarget, ...]:
+        """Return the targets of a linear, and the pruned MLP whose neurons it reads, if a trial compares that too."""
+        pruned = (target for target in self.pruned_targets.get(path, ()) if target.neurons)
+        return (*self.targets.get(path, ()), *pruned)
 
     @property
     def measured_softmax_count(self) -> int:

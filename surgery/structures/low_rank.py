@@ -76,6 +76,15 @@ def leading_eigenvectors(gram: Tensor, rank: int) -> Tensor:
     return linalg.eigh(gram)[1][..., -rank:].flip(-1)
 
 
+def cosine_transform(size: int) -> Tensor:
+    """Return the orthogonal matrix (size, size) of the discrete cosine transform (DCT-II), float32."""
+    places = torch.arange(size, dtype=torch.float64)
+    matrix = torch.cos(torch.pi / size * places[:, None] * (places + 0.5)) * (2 / size) ** 0.5
+    matrix[0] /= 2**0.5
+    transform: Tensor = matrix.float()
+    return transform
+
+
 def low_rank_factors(weight_OI: Tensor, rank: int, metric: Metric) -> tuple[Tensor, Tensor]:
     """Return left (O, R) and right (R, I) of the best rank-R approximation in the metric; exact at full rank."""
     if rank >= min(weight_OI.shape):
@@ -142,6 +151,17 @@ class LowRankLinear(StructuredLinear):
         """Return the linear module closest to `weight_OI` (O, I) in the metric."""
         left_OR, right_RI = low_rank_factors(weight_OI, config.rank, metric or Metric())
         return cls.from_cores(config, weight_OI.shape, {"weight": left_OR[None], "right": right_RI})
+
+    def cores_to_round(self) -> dict[str, Tensor]:
+        """Return cores of the same matrix that lose less when values beside each other share a scale: left D^-1 Q and
+        Q^T D right, with D the norms of left's columns, and Q orthogonal, which spreads large columns over the rank.
+        """
+        left_OR, right_RI = self.weight.detach()[0].float(), self.right.detach().float()
+        norms_R = torch.linalg.vector_norm(left_OR, dim=0)
+        norms_R = torch.where(norms_R > 0, norms_R, 1.0)
+        q_RR = cosine_transform(len(norms_R)).to(left_OR.device)
+        cores = {"weight": (left_OR / norms_R @ q_RR)[None], "right": q_RR.mT @ (norms_R[:, None] * right_RI)}
+        return {name: core.to(getattr(self, name).dtype) for name, core in cores.items()}
 
     @classmethod
     def rank_error_curve(

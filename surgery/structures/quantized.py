@@ -4,7 +4,7 @@
                                                             of which may be smaller
 
 Rounding is to the nearest integer, without zero points. With 4 bits the scale of a group is the one of SCALES with the
-least squared error. This is weight-only quantization: it saves memory, and each call multiplies the integers out before
+least squared error, and the cores of low rank are rotated along the rank first (`LowRankLinear.cores_to_round`). This is weight-only quantization: it saves memory, and each call multiplies the integers out before
 the product of the structure.
 """
 
@@ -146,8 +146,11 @@ class QuantizedLinear(nn.Module):
         self.in_features, self.out_features, self.storage = linear.in_features, linear.out_features, storage
         self.config = getattr(linear, "config", None)
         self.shapes = {name: tuple(core.shape) for name, core in linear._parameters.items() if name != "bias"}
-        for name in self.shapes:
-            integers, scale = self._quantized(linear, name)
+        cores = {name: getattr(linear, name).detach() for name in self.shapes}
+        if storage.bits == 4 and hasattr(linear, "cores_to_round") and not any(c.is_meta for c in cores.values()):
+            cores |= linear.cores_to_round()
+        for name, core in cores.items():
+            integers, scale = self._quantized(linear, name, core)
             self.register_buffer(name, integers)
             self.register_buffer(f"{name}_scale", scale)
         for name, table in linear._buffers.items():  # index tables
@@ -157,8 +160,8 @@ class QuantizedLinear(nn.Module):
         self._template = (_without_values(linear),)
         self.train(linear.training)
 
-    def _quantized(self, linear: Any, name: str) -> tuple[Tensor, Tensor]:
-        rows = core_rows(getattr(linear, name).detach(), self.storage.axes(linear, name))
+    def _quantized(self, linear: Any, name: str, core: Tensor) -> tuple[Tensor, Tensor]:
+        rows = core_rows(core, self.storage.axes(linear, name))
         inputs, groups = rows.shape[-1], self.storage.groups(rows.shape[-1])
         if not rows.is_meta:
             if not bool(rows.isfinite().all()):

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from surgery.checkpoint.table import is_pruned
 from surgery.core.errors import SurgeryError
-from surgery.modeling.modules import build_module, is_joined
+from surgery.modeling.modules import build_module, fewer_features, is_joined
 from surgery.structures import StructuredLinear
 
 Side = Literal["out", "in"]
@@ -45,7 +46,8 @@ class PackedLinear:
     """Parts side by side; see the module's docstring.
 
     specs: table entries of the parts, None for a dense part. in_features, out_features: sizes of the whole linear, one
-    of out_features for each part. Raises SurgeryError if an entry has other sizes, or cannot be cut into `shard.count`
+    of out_features for each part; those of a pruned MLP are smaller, and vLLM's MLP takes the outputs as they are.
+    Raises SurgeryError if an entry has other sizes, or cannot be cut into `shard.count`
     slices.
     """
 
@@ -68,7 +70,8 @@ class PackedLinear:
             entry = {"structure": "dense"} if spec is None else dict(spec)
             entry = {"in_features": in_features, "out_features": out, **entry}
             sizes = entry["in_features"], entry["out_features"]
-            if entry["structure"] != "split" and sizes != (in_features, out):
+            suits = sizes == (in_features, out) or (is_pruned(entry) and fewer_features(entry, in_features, out))
+            if entry["structure"] != "split" and not suits:
                 raise SurgeryError(
                     f"the table in config.json maps {sizes[0]} features to {sizes[1]}, where the model has a linear "
                     f"from {in_features} "

@@ -91,10 +91,10 @@ def check_config(config: dict[str, Any], name: str) -> ServedTable:
                 "checkpoint that it was "
                 "made from, or use `transformers serve`"
             )
-        if is_pruned(entry):
+        if is_pruned(entry) and entry.get("bias"):
             raise SurgeryError(
-                f"{name}, {path}: the MLPs have different widths, which vLLM's classes have no place for. Convert with "
-                "width: uniform, or use `transformers serve`, or `surgery serve`, which chooses it"
+                f"{name}, {path}: the MLPs have different widths, and vLLM's linears have biases of one width only. "
+                "Convert with width: uniform, or use `transformers serve`, or `surgery serve`, which chooses it"
             )
         if shares_basis(entry):
             raise SurgeryError(

@@ -404,7 +404,10 @@ def test_damaged_tables(change, message, per_layer):
         model_class(config).from_pretrained(per_layer("llama"), config=config)
 
 
-def test_vllm_refuses_several_widths_with_a_sentence(per_layer):
+def test_vllm_serves_several_widths_without_biases(per_layer):
     config = json.loads((per_layer("llama") / "config.json").read_text())
+    assert len(check_config(config, "it").modules) == 6
+    for entry in config["quantization_config"]["modules"].values():
+        entry["bias"] = True
     with pytest.raises(SurgeryError, match=r"Convert with width: uniform, or use `transformers serve`"):
         check_config(config, "it")

@@ -65,6 +65,23 @@ def test_one_part_is_its_module(structure):
     assert torch.equal(packed(flats, x), module(x))
 
 
+def test_linears_of_a_pruned_mlp_have_fewer_features():
+    """gate and up of 24 neurons beside each other where the model has 32, and down, which reads them."""
+    gate = {"structure": "pruned", "in_features": IN, "out_features": 24, "bias": False}
+    down = {"structure": "pruned", "in_features": 24, "out_features": IN, "bias": False}
+    modules, x = [random_module(gate) for _ in range(2)], torch.randn(5, IN)
+    packed = PackedLinear([gate, gate], IN, (32, 32), torch.float32)
+    flats = fill(packed, modules)
+    packed.check_complete("layer", flats)
+    neurons = packed(flats, x)
+    torch.testing.assert_close(neurons, torch.cat([module(x) for module in modules], -1))
+    last = random_module(down)
+    packed = PackedLinear([down], 32, (IN,), torch.float32)
+    assert torch.equal(packed(fill(packed, [last]), neurons[:, :24]), last(neurons[:, :24]))
+    with pytest.raises(SurgeryError, match="maps 48 features to 24"):
+        PackedLinear([gate], IN, (16,), torch.float32)
+
+
 def test_parts_of_different_structure_rank_and_dtype_lie_side_by_side():
     outs = (32, 16, 16, 8, 24, 16, 16, 16, 24, 32, 16)
     specs = [entry(name, out) for name, out in zip(SHIPPED, outs)]

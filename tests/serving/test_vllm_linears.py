@@ -46,6 +46,15 @@ JOINED = {
     "share": "input",
     "rules": [{"match": "mlp.*", "structure": "btt", "blocks": [4, 4]}],
 }
+PRUNED = {
+    "structure": "low_rank",
+    "keep": 0.6,
+    "rules": [
+        {"match": "mlp.*", "structure": "pruned", "multiple": 16},
+        {"match": "mlp.*", "layers": "1:", "keep": 0.8},
+        {"match": "mlp.*", "layers": "2:", "structure": "dense"},
+    ],
+}
 # family -> the recipe and the class of vLLM that serves it
 SERVED = {
     "llama": (ALL_STRUCTURES, "LlamaForCausalLM"),
@@ -57,6 +66,8 @@ SERVED = {
     "llama-joined": (JOINED, "LlamaForCausalLM"),
     "qwen2-joined": (JOINED, "Qwen2ForCausalLM"),
     "gemma2-joined": (JOINED, "TransformersForCausalLM"),
+    "llama-pruned": (PRUNED, "LlamaForCausalLM"),
+    "phi3-pruned": (PRUNED, "Phi3ForCausalLM"),
     "phi3": (WHOLE, "Phi3ForCausalLM"),
     "phi3-split": ({**WHOLE, "fused": "split"}, "Phi3ForCausalLM"),
 }
@@ -88,6 +99,13 @@ def test_tokens_are_equal_through_the_transformers_backend_and_in_pieces(llama, 
     prompts = ragged_prompts()
     with engine(llama, **options) as llm:
         check_equal(generate(llm, prompts, 8), apart(expected, llama, prompts, 8))
+
+
+def test_pruned_mlps_of_several_widths_through_the_transformers_backend(tmp_path):
+    out = apart(converted, apart(random_checkpoint, tmp_path / "SRC"), tmp_path / "OUT", **PRUNED)
+    prompts = ragged_prompts(4)
+    with engine(out, model_impl="transformers") as llm:
+        check_equal(generate(llm, prompts, 8), apart(expected, out, prompts, 8))
 
 
 def test_speculation_by_prompt_lookup_is_exact_without_mixers(llama):

@@ -108,7 +108,7 @@ def estimate_steps(shape: ConversionShape, setting: Setting) -> list[Step]:
     free = [target for target in targets if not target.has_fixed_rank]
     if targets and not (recipe.curvature == "none" and (recipe.allocate == "uniform" or not free)):
         conversion_steps.append(steps.sensitivities(rows))
-    if free and recipe.allocate == "measured":
+    if (free and recipe.allocate == "measured") or plan.pruned_targets:
         conversion_steps.append(steps.trial(rows))
     if plan.attention_targets:
         conversion_steps.append(mixer_step(steps, rows))

@@ -249,12 +249,15 @@ class StepEstimates:
         return Step("budgets", seconds, max(peak, self.head_bytes(tokens)) + device, host, 0 if fits else saved)
 
     def trial(self, rows: TextRows) -> Step:
-        """The trial of two allocations (surgery.conversion.trial)."""
-        setting = self.setting
+        """The trial of two allocations (surgery.conversion.trial), twice as many with pruned MLPs to compare, which are
+        counted like structured linears.
+        """
+        setting, plan = self.setting, self.shape.plan
+        tried = (2 if plan.recipe.allocate == "measured" else 1) * len(plan.contenders())
         length, run = (
             rows.length,
             rows.fit_tokens * setting.share(rows.fit, rows.length)
-            + 3 * rows.held_tokens * setting.share(rows.held, rows.length),
+            + (1 + tried) * rows.held_tokens * setting.share(rows.held, rows.length),
         )
         seconds, peak = 0.0, 0.0
         for kind in self.shape.kinds:
@@ -267,18 +270,18 @@ class StepEstimates:
             )
             for stage in kind.stages:
                 works, at_most = count_quick_fits(self.tasks(stage, rows), setting.device, min(setting.sweeps, 1))
-                jobs += self.fit_jobs(stage, tuple(w.times(2) for w in works))  # two allocations
+                jobs += self.fit_jobs(stage, tuple(w.times(tried) for w in works))
                 work += moment_work(stage.in_, rows.fit_tokens * setting.share(rows.fit, length) * stage.share).times(
                     stage.count
                 )
                 moments, temporary = moments + 4.0 * stage.count * stage.in_**2, max(temporary, at_most)
-                dense += 8.0 * stage.count * sum(t.numel for t in stage.targets)
+                dense += 4.0 * tried * stage.count * sum(t.numel for t in stage.targets)
             seconds += kind.count * setting.seconds(work + setting.busiest(jobs) + self.load(kind))
             grams = self.gram_bytes(kind, rows)
             chunk = self.activations(kind, self.chunk(run, length))
-            peak = max(peak, 4.0 * kind.params + grams + max(moments + temporary + dense / 2, dense + chunk))
-        device, host, _ = self.hidden(rows.fit_tokens + 3 * rows.held_tokens, 2)
-        seconds += setting.seconds(self.head(3 * rows.held_tokens, 1))
+            peak = max(peak, 4.0 * kind.params + grams + max(moments + temporary + dense / tried, dense + chunk))
+        device, host, _ = self.hidden(rows.fit_tokens + (1 + tried) * rows.held_tokens, 2)
+        seconds += setting.seconds(self.head((1 + tried) * rows.held_tokens, 1))
         return Step("trial", seconds, max(peak, self.head_bytes(rows.held_tokens)) + device, host)
 
     def gram_bytes(self, kind: LayerKind, rows: TextRows) -> float:

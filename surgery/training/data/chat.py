@@ -14,17 +14,16 @@ from typing import Any
 
 import torch
 
+from surgery.calibration.chats import Message, apply_chat_template, chat_template, parse_messages
 from surgery.core.errors import SurgeryError
 from surgery.training.data.documents import Document
 from surgery.training.data.recipe import SourceConfig
 from surgery.training.data.tokenize import TextEncoder, TokenSequence
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}  # ShareGPT role -> role of chat templates
 ASSISTANT = "assistant"
 
 Span = tuple[int, int]
-Message = dict[str, Any]
 
 
 def encode_chats(documents: list[Document], source: SourceConfig, encoder: TextEncoder) -> list[TokenSequence]:
@@ -38,11 +37,12 @@ class ChatEncoder:
 
     def __init__(self, encoder: TextEncoder, source: SourceConfig):
         self.encoder, self.tokenizer, self.source = encoder, encoder.tokenizer, source
+        self.where = f"data source {source.path}"
 
     def encode(self, content: Any) -> TokenSequence:
         """Return the tokens of a list of messages, or of a tuple (prompt, completion), with their training targets."""
         if not isinstance(content, tuple):
-            return self._encode_conversation(parse_messages(content, self.source), 0)
+            return self._encode_conversation(parse_messages(content, self.where), 0)
         prompt, completion = content
         if isinstance(prompt, str) and isinstance(completion, str):
             return self._encode_completion(prompt, completion)
@@ -51,8 +51,8 @@ class ChatEncoder:
                 f"data source {self.source.path}: prompt and completion must both be text or both be lists of messages"
                 " (got one of each)."
             )
-        messages = parse_messages(prompt, self.source)
-        return self._encode_conversation([*messages, *parse_messages(completion, self.source)], len(messages))
+        messages = parse_messages(prompt, self.where)
+        return self._encode_conversation([*messages, *parse_messages(completion, self.where)], len(messages))
 
     def _encode_completion(self, prompt: str, completion: str) -> TokenSequence:
         prompt_ids = [*self.encoder.prefix_ids, *self._ids(prompt)]
@@ -64,7 +64,7 @@ class ChatEncoder:
 
     def _encode_conversation(self, messages: list[Message], first: int) -> TokenSequence:
         """Return the tokens of a conversation. first: index of the first message that may be a training target."""
-        template = self._template()
+        template = chat_template(self.tokenizer, self.where)
         last = max((i for i, message in enumerate(messages) if message["role"] == ASSISTANT), default=-1)
         if self.source.train_on == "last":
             first = last
@@ -77,27 +77,12 @@ class ChatEncoder:
         return self._encode_spans(text, [self._span(messages, i, text) for i in answers])
 
     # -- the template --------------------------------------------------------------------------------
-    def _template(self) -> str:
-        try:
-            return str(self.tokenizer.get_chat_template())
-        except ValueError:
-            raise SurgeryError(
-                f"data source {self.source.path} holds conversations, but the tokenizer has no chat template. Add a "
-                "chat_template.jinja to its folder, or convert the conversations to text."
-            ) from None
-
     def _render(self, messages: list[Message], generation_prompt: bool = False) -> str:
         """Return the conversation as text. generation_prompt: append the start of an assistant message."""
         return self._apply_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
 
     def _apply_template(self, messages: list[Message], **options: Any) -> Any:
-        try:
-            return self.tokenizer.apply_chat_template(messages, **options)
-        except Exception as error:  # a template can raise any exception
-            raise SurgeryError(
-                f"data source {self.source.path}: the chat template rejects a conversation "
-                f"({' '.join(str(error).split())[:160]}): {str(messages)[:160]}"
-            ) from None
+        return apply_chat_template(self.tokenizer, messages, self.where, **options)
 
     def _encode_marked(self, messages: list[Message]) -> TokenSequence:
         encoded = self._apply_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
@@ -143,22 +128,3 @@ class ChatEncoder:
         return TokenSequence(
             torch.tensor(ids, dtype=torch.int64), torch.tensor(trained, dtype=torch.bool), indivisible=True
         )
-
-
-def parse_messages(content: Any, source: SourceConfig) -> list[Message]:
-    """Return messages as [{"role": .., "content": ..}, ..]; also accepts ShareGPT's keys `from` and `value`."""
-    messages = []
-    for message in content if isinstance(content, (list, tuple)) else [content]:
-        if isinstance(message, dict) and "role" in message and "content" not in message:
-            raise SurgeryError(f"data source {source.path}: a message has no content: {str(message)[:80]}")
-        if isinstance(message, dict) and "role" in message:
-            # Columns of a table that this message does not have are None.
-            messages.append({key: value for key, value in message.items() if value is not None or key == "content"})
-        elif isinstance(message, dict) and {"from", "value"} <= set(message):
-            messages.append({"role": SHAREGPT_ROLES.get(message["from"], message["from"]), "content": message["value"]})
-        else:
-            raise SurgeryError(
-                f"data source {source.path}: a conversation must be a list of messages "
-                f'{{"role": "user", "content": ".."}} (got {str(message)[:80]!r}).'
-            )
-    return messages

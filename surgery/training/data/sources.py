@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from surgery.calibration.chats import CHAT_COLUMNS
 from surgery.calibration.data import decode_utf8, detect_encoding
 from surgery.core.digests import arrow_cache
 from surgery.core.errors import SurgeryError, suggestion
@@ -163,7 +164,7 @@ def guess_columns(config: SourceConfig, first: dict[str, Any]) -> SourceConfig:
     if config.chat or config.text is not None:
         return config
     texts = [key for key, value in first.items() if isinstance(value, str)]
-    chats = [key for key in ("messages", "conversations") if isinstance(first.get(key), list)]
+    chats = [key for key in CHAT_COLUMNS if isinstance(first.get(key), list)]
     if "text" in texts:
         return config.model_copy(update={"text": "text"})
     if chats:

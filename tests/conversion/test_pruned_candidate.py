@@ -1,0 +1,130 @@
+"""`pruned` among the candidates of `structure: auto`: a trial on held-out text chooses what becomes of the MLPs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from helpers import killing
+from helpers.small import FAMILIES, make_recipe, model_outputs, relative, tiny_inputs
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import surgery
+from surgery.calibration.sampling import sample_continuations
+from surgery.conversion.choices import allocation_lines
+from surgery.conversion.convert import convert
+from surgery.core.errors import SurgeryError
+from surgery.planning.recipe import load_recipe
+
+AUTO = {"structure": "auto", "candidates": ["pruned", "low_rank", "btt"], "multiple": 8, "keep": 0.5, "sweeps": 1}
+
+
+@pytest.fixture
+def idle_neurons(checkpoints, tmp_path):
+    """A checkpoint whose MLPs have only half of their neurons in use, with weights of full rank."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoints("llama"), dtype=torch.float32)
+    for layer in model.model.layers:
+        layer.mlp.down_proj.weight.data *= 30  # so that the MLPs decide about the loss
+        layer.mlp.down_proj.weight.data[:, 1::2] *= 1e-4
+    model.save_pretrained(tmp_path / "idle")
+    return tmp_path / "idle"
+
+
+def structures(report: dict) -> set[str]:
+    return {r["structure"]["structure"] for r in report["modules"] if any("mlp" in role for role in r["roles"])}
+
+
+@pytest.mark.parametrize("allocate", ["measured", "uniform"])
+def test_pruned_mlps_are_kept_where_they_win(allocate, idle_neurons, calibration, tmp_path):
+    recipe = {**AUTO, "allocate": allocate}
+    report = surgery.convert(str(idle_neurons), recipe, tmp_path / "out", calibration=str(calibration("llama")))
+    mlps = report["allocation"]["mlps"]
+    assert mlps["kept"] == "pruned" and mlps["pruned"]["converted"] < mlps["linears"]["converted"]
+    assert structures(report) <= {"pruned", "dense"} and report["totals"]["kept"] <= 0.5
+    roles = {role for record in report["modules"] for role in record["roles"]}
+    assert {"attention.query", "mlp.down"} <= roles, "the attention gets structures under the same budget"
+    first, *_ = allocation_lines(report["allocation"])
+    assert first.startswith("MLPs, held-out loss") and first.endswith("kept: pruned (fewer neurons)")
+    without = {**recipe, "candidates": ["low_rank", "btt"]}
+    other = surgery.convert(str(idle_neurons), without, tmp_path / "other", calibration=str(calibration("llama")))
+    assert report["held_out"]["converted"] < other["held_out"]["converted"]
+    inputs = tiny_inputs("llama", 3, seed=2)
+    outputs = model_outputs(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32), inputs)
+    assert bool(outputs.isfinite().all())
+
+
+def test_structured_linears_are_kept_where_they_win(checkpoints, tmp_path):
+    """MLPs of low rank, whose neurons are all in use: the result is that of the recipe without the candidate. The
+    calibration text is the model's own, so that changes of the model raise the loss on it.
+    """
+    model = AutoModelForCausalLM.from_pretrained(checkpoints("llama"), dtype=torch.float32)
+    for layer in model.model.layers:
+        for linear in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
+            u, s, v = torch.linalg.svd(linear.weight.data, full_matrices=False)
+            linear.weight.data = 10 * (u[:, :4] * s[:4]) @ v[:4]  # neurons far from linear, MLPs that decide the loss
+    model.lm_head.weight.data *= 10
+    model.save_pretrained(tmp_path / "low")
+    rows = sample_continuations(model.eval(), torch.arange(48)[:, None], 31, seed=0)
+    save_file({"input_ids": rows}, tmp_path / "own.safetensors")
+    for name, candidates in (("out", AUTO["candidates"]), ("other", ["low_rank", "btt"])):
+        recipe = make_recipe(**{**AUTO, "candidates": candidates}, calibration=tmp_path / "own.safetensors")
+        report = convert(str(tmp_path / "low"), recipe, tmp_path / name)
+        assert report["allocation"].get("mlps", {}).get("kept") == {"out": "linears"}.get(name)
+    found, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "other"))
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("tune", [None, {"model": 1}])
+def test_killed_and_resumed_to_the_same_bytes(tune, idle_neurons, calibration, tmp_path):
+    recipe = make_recipe(**AUTO, calibration=calibration("llama"), tune=tune)
+    whole, *resumed = killing.convert_with_kills(
+        lambda out, resume: convert(str(idle_neurons), recipe, out, resume=resume), tmp_path, kills=2
+    )
+    report = json.loads((whole / "surgery_report.json").read_text())
+    assert resumed and report["allocation"]["mlps"]["kept"] == "pruned" and "pruned" in structures(report)
+    for out in resumed:
+        for name in ("model.safetensors", "config.json"):
+            assert (out / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_planned(family, checkpoints):
+    """Families without an MLP that can be pruned are converted as without the candidate."""
+    plan = surgery.plan(str(checkpoints(family)), AUTO)
+    notes = [note for note in plan["notes"] if note.startswith("structure: auto tries")]
+    without = surgery.plan(str(checkpoints(family)), {**AUTO, "candidates": ["low_rank", "btt"]})
+    assert plan["targets"] == without["targets"] and plan["totals"] == without["totals"]
+    pruned = surgery.plan(str(checkpoints(family)), {"structure": "pruned", "multiple": 8, "keep": 0.5})
+    assert len(notes) == bool([row for row in pruned["rows"] if "pruned" in row["structure"]])
+
+
+def test_a_rule_for_one_linear_of_an_mlp_leaves_the_mlp_out(checkpoints):
+    """All linears of an MLP need the same settings, and only those with structure: auto are compared."""
+    for rule in ({"match": "mlp.down", "keep": 0.7}, {"match": "mlp.up", "structure": "dense"}):
+        plan = surgery.plan(str(checkpoints("llama")), {**AUTO, "rules": [rule]})
+        assert not any(note.startswith("structure: auto tries") for note in plan["notes"])
+    rule = {"match": "mlp.*", "layers": "1:", "keep": 0.7}
+    plan = surgery.plan(str(checkpoints("llama")), {**AUTO, "rules": [rule]})
+    assert any("tries 2 MLPs" in note for note in plan["notes"])
+
+
+def test_apply_equals_convert(idle_neurons, calibration, tmp_path):
+    inputs = load_file(calibration("llama"))
+    surgery.convert(str(idle_neurons), AUTO, tmp_path / "out", calibration=str(calibration("llama")))
+    model = AutoModelForCausalLM.from_pretrained(idle_neurons, dtype=torch.float32)
+    applied = surgery.apply(model, AUTO, calibration=inputs)
+    wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    probe = tiny_inputs("llama", 3, seed=2)
+    assert relative(model_outputs(applied, probe), model_outputs(wanted, probe)) < 1e-5
+
+
+def test_pruned_alone_is_no_candidate_for_one_linear():
+    with pytest.raises(SurgeryError, match="candidates: pruned replaces the linears of an MLP together"):
+        make_recipe(**{**AUTO, "candidates": ["pruned"]})
+
+
+def test_the_recipe_tries_it():
+    recipe = load_recipe("auto-half")
+    assert recipe.tries_pruning and recipe.linear_candidates == ("low_rank", "pivoted_low_rank", "btt", "monarch")
