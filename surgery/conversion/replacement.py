@@ -73,8 +73,8 @@ class LayerReplacement:
         return {p: name for p, name in parameters.items() if p.rpartition(".")[0] not in self.modules}
 
     def find_structured(self) -> None:
-        """Set `structured` to the modules with structured weights, the linears of pruned MLPs, and the bases that
-        experts share.
+        """Set `structured` to the modules with structured weights, the linears of pruned MLPs and attention, and the
+        bases that experts share.
         """
         for path, module in self.modules.items():
             if isinstance(module, (StructuredLinear, SplitLinear, JoinedLinear)) or is_pruned(self.table.get(path, {})):
@@ -239,21 +239,21 @@ def _add_pruned(
     device: torch.device,
     replacement: LayerReplacement,
 ) -> None:
-    """Add the linears of a pruned MLP: the rows of gate and up for the neurons that stay, and `down` as it was fitted
-    to them.
+    """Add the linears of a pruned MLP or attention: the rows of the neurons or heads that stay, and the last linear as
+    it was fitted to them.
     """
     replacement.records.append(fitted.record.to_dict())
     pruned: Any = fitted.linear
     columns_K = pruned.columns.long()
     entries = pruned_entries(target, len(columns_K))
-    for linear in target.all_linears:
+    for linear, sizes in zip(target.all_linears, (*target.sizes, ())):
         base, bias_O = stored_module_name(meta_model, linear.path), _read_bias(meta_model, linear, device)
         if linear is target.linear:
             weight_OI = pruned.weight[0].detach()
             if bias_O is not None and fitted.bias_change_O is not None:
                 bias_O = bias_O + fitted.bias_change_O
         else:
-            rows = neuron_rows(columns_K, linear, target.in_)
+            rows = neuron_rows(columns_K, sizes, target)
             weight_OI = target_weight(meta_model, LinearTarget(linear, linear.out, 1.0, ()), device)[rows]
             bias_O = None if bias_O is None else bias_O[rows]
         spec = {**entries[linear.path], **_storage_options(base, linear)}

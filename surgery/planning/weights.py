@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.architectures.linears import LinearInfo, find_linears
+from surgery.architectures.linears import find_linears
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import read_tensor
 from surgery.core.errors import SurgeryError
@@ -103,22 +103,28 @@ def joined_entries(target: LinearTarget, config: StructureConfig) -> dict[str, d
 
 
 def pruned_entries(target: LinearTarget, width: int) -> dict[str, dict[str, Any]]:
-    """Return the table entries of the linears of a pruned MLP by path, in the order in which they run. width: neurons
-    that stay.
+    """Return the table entries of the linears of a pruned MLP or attention by path, in the order in which they run.
+    width: columns of the last one that stay.
     """
     entries = {}
     for linear in target.all_linears:
-        is_down = linear is target.linear
-        in_, out = (width, linear.out) if is_down else (linear.in_, linear.out // target.in_ * width)
+        is_last = linear is target.linear
+        in_, out = (width, linear.out) if is_last else (linear.in_, linear.out * width // target.in_)
         entries[linear.path] = {"structure": "pruned", "in_features": in_, "out_features": out, "bias": linear.bias}
     return entries
 
 
-def neuron_rows(columns_K: Tensor, linear: LinearInfo, neurons: int) -> Tensor:
-    """Return the output rows of a linear that make these neurons of an MLP; a fused one has rows of gate, then of
-    up.
+def neuron_rows(columns_K: Tensor, sizes: tuple[int, ...], target: LinearTarget) -> Tensor:
+    """Return the output rows of a linear that make the neurons or heads of these columns. sizes: rows of each part of the
+    linear: of a fused one those of gate, then of up.
     """
-    return torch.cat([columns_K + start for start in range(0, linear.out, neurons)])
+    units_N = columns_K[:: target.unit] // target.unit
+    rows, start = [], 0
+    for size in sizes:
+        per_unit = size * target.unit // target.in_
+        rows.append((start + units_N[:, None] * per_unit + torch.arange(per_unit, device=units_N.device)).flatten())
+        start += size
+    return torch.cat(rows)
 
 
 def role_weight(meta_model: MetaModel, layer: str, role: str) -> tuple[Tensor, Tensor | None]:

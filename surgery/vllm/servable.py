@@ -93,8 +93,9 @@ def check_config(config: dict[str, Any], name: str) -> ServedTable:
             )
         if is_pruned(entry):
             raise SurgeryError(
-                f"{name}, {path}: the MLPs have different widths, which vLLM's classes have no place for. Convert with "
-                "width: uniform, or use `transformers serve`, or `surgery serve`, which chooses it"
+                f"{name}, {path}: the MLPs have different widths, or the attention different numbers of heads, which "
+                "vLLM's classes have no place for. Convert with width: uniform and groups: uniform, or use "
+                "`transformers serve`, or `surgery serve`, which chooses it"
             )
         if shares_basis(entry):
             raise SurgeryError(
