@@ -26,7 +26,7 @@ from surgery.core.registry import validate_config
 from surgery.mixers.softmax import describe_softmax
 from surgery.planning.attention_plan import find_attention_targets, softmax_shapes
 from surgery.planning.joined import check_joins, group_by_input
-from surgery.planning.pruned_heads import find_pruned_attention
+from surgery.planning.pruned_heads import find_pruned_attention, find_values
 from surgery.planning.pruned_mlps import check_sizes_of_rules, find_pruned_mlps, is_pruned
 from surgery.planning.recipe import STRUCTURE_KEYS, ConversionRecipe, LinearSettings, Rule
 from surgery.planning.shared_bases import check_can_share, share_bases
@@ -248,7 +248,7 @@ def _joined_targets(
     for linear in layout.linears:
         if len(linear.roles) == 1 and not linear.experts and not (linear.layer and linear.layer not in layout.layers):
             settings = _resolve_settings(linear, linear.roles[0], recipe, layout)
-            if settings.share == "input" and settings.structure not in ("dense", "pruned"):
+            if settings.share == "input" and settings.structure not in ("dense", "pruned", "value_dims"):
                 candidates[linear.path] = (linear, settings)
     groups = group_by_input(candidates)
     targets: dict[str, tuple[LinearTarget, ...]] = {}
@@ -264,8 +264,8 @@ def _joined_targets(
 def _pruned_targets(
     recipe: ConversionRecipe, layout: ModelLayout, meta_model: ModelDescription, mixed: set[str]
 ) -> tuple[dict[str, tuple[LinearTarget, ...]], list[str]]:
-    """Return (targets by path for the linears with `structure: pruned`, notes for the user). mixed: layers whose
-    attention gets a mixer.
+    """Return (targets by path for the linears with `structure: pruned` or `value_dims`, notes for the user). mixed:
+    layers whose attention gets a mixer.
 
     Of an MLP only `down` has a target, of attention only the output projection; linears that belong to neither have
     none.
@@ -277,10 +277,22 @@ def _pruned_targets(
     taken = {linear.path for attention in attentions for linear in attention.linears}
     rest = {path: several for path, several in settings.items() if path not in taken}
     mlps, notes = find_pruned_mlps(recipe, layout, rest, named, meta_model.model)
+    named = {n.path: r.match for n in inside for r in recipe.rules if r.structure == "value_dims" and _applies(r, n)}
+    values, value_notes = find_values(layout, settings, named, mixed, meta_model.model)
+    notes += value_notes
     if attentions or mlps:
         check_sizes_of_rules(recipe.rules, lambda rule: {role for n in inside if _applies(rule, n) for role in n.roles})
     targets: dict[str, tuple[LinearTarget, ...]] = dict.fromkeys(taken, ())
     targets |= {path: () for path, several in rest.items() if mlps and is_pruned(several)}
+    if values:
+        targets |= {n: () for n, several in settings.items() if any(s.structure == "value_dims" for s in several)}
+    for one in values:
+        chosen, output = settings[one.output.path][0], one.output
+        _structure_config("value_dims", chosen, auto=False)  # raises SurgeryError for options of other structures
+        target = LinearTarget(
+            output, output.out, chosen.keep, (one.config(chosen),), neurons=(one.value,), sizes=((one.value.out,),)
+        )
+        targets[output.path] = (_with_preview(target),)
     for mlp in mlps:
         chosen = settings[mlp.down.path][0].model_copy(update={"groups": None})
         config = _structure_config("pruned", chosen, auto=False)

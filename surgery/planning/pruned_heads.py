@@ -1,9 +1,10 @@
-"""Attention whose heads are pruned (`structure: pruned` in a rule for attention.*): what it consists of, and what cannot
-be pruned.
+"""Attention whose heads are pruned (`structure: pruned` in a rule for attention.*), or that gets fewer value dims
+(`structure: value_dims`): what it consists of, and what cannot be pruned.
 
 Whole groups stay or go: a key/value head with the query heads that read it. A group is rows of query, key and value, and
 columns of the output projection; the four are one target. transformers' modules divide the outputs of the projections
-by the head dimension, so that they run with any number of groups. See surgery/structures/pruned.py.
+by the head dimension, so that they run with any number of groups. See surgery/structures/pruned.py, and value_dims.py for values and the output
+projection, which are one target, too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from surgery.mixers import AttentionShape
 from surgery.planning.pruned_mlps import Settings, check_one_share, check_same_settings, check_untied, is_pruned
 from surgery.planning.recipe import LinearSettings
 from surgery.structures.pruned import Pruned
+from surgery.structures.value_dims import MULTIPLE, ValueDims
 
+VALUE_ROLES = ("attention.value", "attention.output")
 ATTENTION_ROLES = ("attention.query", "attention.key", "attention.value", "attention.output")
 
 
@@ -66,26 +69,12 @@ def find_pruned_attention(
     ]
     if not chosen:
         return []
-    found: dict[str, str] = {}  # layer -> path of its self-attention
     attentions = []
+    shapes = _Shapes(layout, model)
     for layer in dict.fromkeys(linear.layer for linear in chosen):
         inside = [linear for linear in chosen if linear.layer == layer]
-        architecture = architecture_at(model, inside[0].path)
-        if architecture is None or architecture.observed_attention:
-            raise SurgeryError(_refusal(inside[0], "no architecture says which linears its heads have"))
-        if architecture.unmixable:
-            raise SurgeryError(_refusal(inside[0], architecture.unmixable))
-        if not found:
-            outputs = {output_path(model, path): path for path in attention_paths(model)}
-            found = {linear.layer: outputs[linear.path] for linear in layout.linears if linear.path in outputs}
-        if layer not in found:
-            raise SurgeryError(_refusal(inside[0], "it is of another attention than the self-attention of text"))
-        if layer in mixed:
-            raise SurgeryError(
-                f"plan: the attention of {layer} gets a mixer, and structure pruned would remove its heads. Leave the "
-                "layer out of one of the two, or prune in a conversion before the one with the mixer"
-            )
-        attention = _attention(layer, layout, architecture, attention_shape(model, found[layer]))
+        architecture, shape = shapes.of_layer(inside[0], mixed)
+        attention = _attention(layer, layout, architecture, shape)
         if outside := next((linear for linear in inside if linear not in attention.linears), None):
             raise SurgeryError(_refusal(outside, "it is of another attention than the layer's self-attention"))
         check_same_settings(attention.linears, settings, "heads of attention", "attention.*")
@@ -97,9 +86,110 @@ def find_pruned_attention(
     return attentions
 
 
+@dataclass
+class _Shapes:
+    """The shapes of the self-attention of a model, by layer; found when one is asked for."""
+
+    layout: ModelLayout
+    model: Any
+    paths: dict[str, str] | None = None
+
+    def of_layer(self, linear: LinearInfo, mixed: Collection[str]) -> tuple[Architecture, AttentionShape]:
+        """Return (architecture, shape) of the self-attention of a linear's layer.
+
+        Raises SurgeryError if it is not known, or gets a mixer.
+        """
+        architecture, layer = architecture_at(self.model, linear.path), linear.layer
+        if architecture is None or architecture.observed_attention:
+            raise SurgeryError(_refusal(linear, "no architecture says which linears its heads have"))
+        if architecture.unmixable:
+            raise SurgeryError(_refusal(linear, architecture.unmixable))
+        if self.paths is None:
+            outputs = {output_path(self.model, path): path for path in attention_paths(self.model)}
+            self.paths = {n.layer: outputs[n.path] for n in self.layout.linears if n.path in outputs}
+        if layer not in self.paths:
+            raise SurgeryError(_refusal(linear, "it is of another attention than the self-attention of text"))
+        if layer in mixed:
+            raise SurgeryError(
+                f"plan: the attention of {layer} gets a mixer, and its heads are to be made smaller. Leave the layer out "
+                "of one of the two, or convert twice, first without the mixer"
+            )
+        return architecture, attention_shape(self.model, self.paths[layer])
+
+
+@dataclass(frozen=True)
+class Values:
+    """The linears of the values of one attention module: their projection, and the output projection that reads them.
+    shape: of the attention.
+    """
+
+    value: LinearInfo
+    output: LinearInfo
+    shape: AttentionShape
+
+    def config(self, settings: LinearSettings) -> ValueDims:
+        """Return the config of both."""
+        heads, width = self.shape.heads, settings.width
+        multiple = (settings.multiple or MULTIPLE) * heads
+        return ValueDims(width * heads if isinstance(width, int) else width, multiple, heads, self.shape.groups)
+
+
+def find_values(
+    layout: ModelLayout, settings: Settings, named: Mapping[str, str], mixed: Collection[str], model: Any
+) -> tuple[list[Values], list[str]]:
+    """Return the values of the attention modules that get fewer value dims, and notes for the user.
+
+    settings: as for `find_pruned_mlps`. named: linears that a rule with `structure: value_dims` matches, with its
+    pattern.
+
+    Raises SurgeryError for linears that are named and are not of values, and for attention that is not known, has no
+    linear of the values alone, gets a mixer, or whose two linears have different settings.
+    """
+    chosen = [n for n in layout.linears if any(one.structure == "value_dims" for one in settings.get(n.path, ()))]
+    linears = [linear for linear in chosen if set(linear.roles) & set(VALUE_ROLES)]
+    for linear in chosen:
+        if linear.path in named and linear not in linears:
+            raise SurgeryError(
+                f"plan: pattern {named[linear.path]!r} matches {linear.path} ({', '.join(linear.roles) or 'no role'}), and "
+                "structure value_dims makes values smaller. Match attention.value and attention.output, each in a rule"
+            )
+    if chosen and not linears:
+        raise SurgeryError(
+            "plan: structure value_dims finds no values of attention in this model. Choose another structure"
+        )
+    values = []
+    shapes = _Shapes(layout, model)
+    for layer in dict.fromkeys(linear.layer for linear in linears):
+        inside = [linear for linear in linears if linear.layer == layer]
+        architecture, shape = shapes.of_layer(inside[0], mixed)
+        prefix = f"{layer}.{architecture.attention[0]}."
+        value, output = (
+            next((n for n in layout.linears if n.path.startswith(prefix) and n.roles == (role,)), None)
+            for role in VALUE_ROLES
+        )
+        if value is None or output is None or {n.path for n in inside} - {value.path, output.path}:
+            raise SurgeryError(_refusal(inside[0], "no linear of the layer's self-attention computes its values alone"))
+        check_same_settings((value, output), settings, "value dims", "attention.value, and one for attention.output")
+        check_untied((value, output), model, "its attention")
+        if value.out != shape.groups * shape.value or output.in_ != shape.heads * shape.value:
+            raise SurgeryError(
+                _refusal(value, f"it has {value.out} rows for {shape.groups} heads of {shape.value} value dims")
+            )
+        if settings[output.path][0].groups is not None:
+            raise SurgeryError(
+                f"plan: structure 'value_dims' has no option 'groups' ({output.path}): all heads stay. Give width instead"
+            )
+        values.append(Values(value, output, shape))
+    check_one_share([settings[one.output.path] for one in values], "width", "attention")
+    roles = dict.fromkeys(
+        role or "linears without a role" for n in chosen if n not in linears for role in n.roles or ("",)
+    )
+    return values, [f"structure value_dims: {', '.join(roles)} stay dense"] if roles else []
+
+
 def _refusal(linear: LinearInfo, reason: str) -> str:
     return (
-        f"plan: structure pruned cannot remove heads from {linear.path}: {reason}. Give it another structure, for "
+        f"plan: the attention of {linear.path} cannot lose heads or value dims: {reason}. Give it another structure, for "
         'example a rule {match: "attention.*", structure: low_rank}, or dense'
     )
 

@@ -143,7 +143,7 @@ def check_sizes_of_rules(rules: Sequence[Rule], roles: Callable[[Rule], Collecti
                 f"plan: groups in the rule for {rule.match!r} is a number of key/value heads, and an MLP has none. Give "
                 "its width instead"
             )
-        if rule.width is not None and kinds == {"attention"}:
+        if rule.width is not None and rule.structure == "pruned" and kinds == {"attention"}:
             raise SurgeryError(
                 f"plan: width in the rule for {rule.match!r} is a number of neurons, and attention has none. Give groups "
                 "instead, a number of key/value heads"

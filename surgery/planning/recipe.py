@@ -201,8 +201,8 @@ class ConversionRecipe(_StrictModel):
             config_type: Any = STRUCTURES.config_type(name)
             if config_type.of_mlp:
                 raise SurgeryError(
-                    f"candidates: {name} replaces the linears of an MLP together, and a candidate replaces one. Leave "
-                    f"it out, and give MLPs a rule {{match: mlp.*, structure: {name}}}"
+                    f"candidates: {name} replaces the linears of an MLP or attention together, and a candidate replaces "
+                    f"one. Leave it out, and give these a rule, for example {{match: mlp.*, structure: pruned}}"
                 )
         return names
 

@@ -5,6 +5,7 @@ table.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from surgery.modeling.joined import group_entries
 from surgery.planning.plan import fused_sizes
 from surgery.planning.targets import FusedSlice, LinearTarget
 from surgery.structures import StructureConfig
+from surgery.structures.value_dims import ValueDims
 
 LARGEST = 1e15  # largest weight: a sum of 1e8 squares is then 1e38, below the float32 maximum of 3e38
 
@@ -102,15 +104,20 @@ def joined_entries(target: LinearTarget, config: StructureConfig) -> dict[str, d
     return {linear.path: {**entries[name], "bias": linear.bias} for name, linear in linears.items()}
 
 
-def pruned_entries(target: LinearTarget, width: int) -> dict[str, dict[str, Any]]:
-    """Return the table entries of the linears of a pruned MLP or attention by path, in the order in which they run.
-    width: columns of the last one that stay.
+def narrowed_entries(target: LinearTarget, config: Any) -> dict[str, dict[str, Any]]:
+    """Return the table entries of the linears of a pruned MLP or attention, or of attention with fewer value dims, by
+    path, in the order in which they run. config: of the last one.
     """
     entries = {}
     for linear in target.all_linears:
         is_last = linear is target.linear
-        in_, out = (width, linear.out) if is_last else (linear.in_, linear.out * width // target.in_)
-        entries[linear.path] = {"structure": "pruned", "in_features": in_, "out_features": out, "bias": linear.bias}
+        in_, out = linear.in_, linear.out
+        if isinstance(config, ValueDims):
+            structure = replace(config, side="output" if is_last else "values").to_dict()
+        else:
+            structure = {"structure": "pruned"}
+            in_, out = (config.width, out) if is_last else (in_, out * config.width // target.in_)
+        entries[linear.path] = {**structure, "in_features": in_, "out_features": out, "bias": linear.bias}
     return entries
 
 

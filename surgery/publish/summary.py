@@ -17,7 +17,7 @@ from surgery.architectures.attention import attention_paths, attention_shape
 from surgery.architectures.linears import LinearInfo, ModelLayout, find_linears
 from surgery.checkpoint.outline import describe_unconverted_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
-from surgery.checkpoint.table import is_pruned, mixers_of, stored_size, table_of
+from surgery.checkpoint.table import is_narrowed, mixers_of, stored_size, table_of
 from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME, read_json
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
@@ -118,7 +118,8 @@ def describe_structure(structure: dict[str, Any]) -> str:
         words.append(f"rank {structure['rank']}")
     if isinstance(structure.get("width"), int):
         unit = structure.get("unit", 1)
-        words.append(f"width {structure['width']}" if unit == 1 else f"groups {structure['width'] // unit}")
+        sized = "width" if unit == 1 or structure["structure"] == "value_dims" else "groups"
+        words.append(f"{sized} {structure['width'] // unit}")
     if structure.get("order") == "strided":
         words.append("strided")
     return " ".join(words)
@@ -243,7 +244,7 @@ def macs_per_token(report: dict[str, Any], source: CheckpointSource) -> dict[str
     before = sum(linear.out * linear.in_ * linear.active for linear in layout.linears)
     sizes = {linear.path: linear.out * linear.in_ for linear in layout.linears}
     for record in report["modules"]:
-        if is_pruned(record["structure"]):
+        if is_narrowed(record["structure"]):
             before += record["macs_before"] - sum(sizes[path] for path in record_paths(record["name"]))
     change = report["totals"]["macs_after"] - report["totals"]["macs_before"]
     idle = {linear.path: 1 - linear.active for linear in layout.linears if linear.experts}
@@ -264,7 +265,7 @@ def report_linears(report: dict[str, Any], source: CheckpointSource) -> dict[str
         return None
     if report.get("storage") or any(linear.experts for linear in layout.linears):
         return None
-    records = [record for record in report["modules"] if not is_pruned(record["structure"])]
+    records = [record for record in report["modules"] if not is_narrowed(record["structure"])]
     replaced = Counter(json.dumps([r["structure"], r["shape"], r.get("outputs")]) for r in records)
     widths = _widths_to_apply(report, layout)
     paths = {path for record in report["modules"] for path in record_paths(record["name"])} - widths.keys()
@@ -290,7 +291,7 @@ def _widths_to_apply(report: dict[str, Any], layout: ModelLayout) -> dict[str, t
     sizes = {linear.path: linear.in_ for linear in layout.linears}
     widths: dict[str, tuple[int, int]] = {}
     for record in report["modules"]:
-        if is_pruned(record["structure"]):
+        if is_narrowed(record["structure"]):
             paths = record_paths(record["name"])
             widths |= dict.fromkeys(paths, (sizes[paths[-1]], record["structure"]["width"]))
     return widths

@@ -131,6 +131,24 @@ def refit_columns(weight_OI: Tensor, columns_K: Tensor, metric: Metric) -> Tenso
     return linalg.cholesky_solve(cross_OK.mT, spd_factor(moment_KK)).mT.contiguous()
 
 
+def errors_left(weight_OI: Tensor, order_I: Tensor, metric: Metric) -> list[float]:
+    """Return the squared error of the refit to the first k columns of `order_I`, for every k below I.
+
+    One Cholesky factor L of the sorted C has the factors of all of them, and column k of T W C L^-T is what column k
+    adds.
+    """
+    weighed_OI = metric.apply_output_root(weight_OI)
+    if metric.c_II is None:
+        gains_I = torch.linalg.vecdot(weighed_OI, weighed_OI, dim=0).index_select(0, order_I)
+    else:
+        cross_OI = metric.apply_output_root(metric.times_c(weight_OI)).index_select(1, order_I)
+        factor_II = spd_factor(metric.c_II.index_select(0, order_I).index_select(1, order_I))
+        added_IO = linalg.solve_triangular(factor_II, cross_OI.mT, upper=False)
+        gains_I = torch.linalg.vecdot(added_IO, added_IO)
+    left: list[float] = gains_I.flip(0).cumsum(0).flip(0).tolist()
+    return left
+
+
 @STRUCTURES.register(Pruned)
 class PrunedLinear(StructuredLinear):
     """`down` of a pruned MLP as a linear of all neurons, y = B h[columns], or the output projection of attention.
@@ -226,19 +244,10 @@ class PrunedLinear(StructuredLinear):
     ) -> list[tuple[Any, float]]:
         """Return (config, squared error in the metric) at the widths that a budget may choose and at the full one.
 
-        The errors are exact: the neurons that stay at one width also stay at larger ones, so one Cholesky factor L of
-        the sorted C has the factors of all of them, and column k of T down C L^-T is what neuron k adds.
+        The errors are exact: the neurons that stay at one width also stay at larger ones, see `errors_left`.
         """
         order_I = leading_columns(weight_OI, metric, config.unit)
-        weighed_OI = metric.apply_output_root(weight_OI)
-        if metric.c_II is None:
-            gains_I = torch.linalg.vecdot(weighed_OI, weighed_OI, dim=0).index_select(0, order_I)
-        else:
-            cross_OI = metric.apply_output_root(metric.times_c(weight_OI)).index_select(1, order_I)
-            factor_II = spd_factor(metric.c_II.index_select(0, order_I).index_select(1, order_I))
-            added_IO = linalg.solve_triangular(factor_II, cross_OI.mT, upper=False)
-            gains_I = torch.linalg.vecdot(added_IO, added_IO)
-        left_I = gains_I.flip(0).cumsum(0).flip(0).tolist()  # what the neurons from k on add
+        left_I = errors_left(weight_OI, order_I, metric)
         widths = possible_widths(config, len(order_I))
         return [
             *((replace(config, width=width), left_I[width]) for width in widths),

@@ -97,6 +97,11 @@ def check_config(config: dict[str, Any], name: str) -> ServedTable:
                 "vLLM's classes have no place for. Convert with width: uniform and groups: uniform, or use "
                 "`transformers serve`, or `surgery serve`, which chooses it"
             )
+        if entry.get("structure") == "value_dims":
+            raise SurgeryError(
+                f"{name}, {path}: values with fewer dims are not served by vLLM's plugin. Use `transformers serve`, or "
+                "`surgery serve`, which chooses it, or multiply them out by `surgery densify`"
+            )
         if shares_basis(entry):
             raise SurgeryError(
                 f"{name}, {path}: the experts of a layer share a basis, which vLLM's plugin does not serve. Use "

@@ -340,7 +340,10 @@ def test_apply_equals_convert(family, rules, checkpoints, calibration, tmp_path)
         ),
         ({"structure": "pruned", "width": 49}, "width must be from 1 to the 48 neurons of the MLP .got 49"),
         ({"structure": "pruned", "width": "wide"}, "width: write a whole number over 0, for example 768, or uniform"),
-        ({"structure": "auto", "candidates": ["pruned"]}, "candidates: pruned replaces the linears of an MLP together"),
+        (
+            {"structure": "auto", "candidates": ["pruned"]},
+            "candidates: pruned replaces the linears of an MLP or attention together",
+        ),
         ({**PRUNED, "width": "uniform", "rules": WIDTHS}, r"different shares \(keep 0.5, 0.8\)"),
     ],
 )

@@ -241,7 +241,7 @@ def test_the_bias_of_the_output_projection_is_fitted(checkpoints, per_layer):
     ],
 )
 def test_families_are_refused_with_the_reason(family, message, checkpoints):
-    with pytest.raises(SurgeryError, match=f"structure pruned cannot remove heads from .*{message}"):
+    with pytest.raises(SurgeryError, match=f"cannot lose heads or value dims: .*{message}"):
         surgery.plan(str(checkpoints(family)), {**QUICK, "rules": [HEADS]})
 
 
@@ -264,7 +264,7 @@ def test_families_are_refused_with_the_reason(family, message, checkpoints):
         ),
         (
             {"rules": [HEADS], "attention": {"mixer": "mlr", "ranks": [4]}},
-            "layers.0 gets a mixer, and structure pruned",
+            "layers.0 gets a mixer, and its heads",
         ),
         ({"rules": [{**HEADS, "structure": "low_rank", "groups": 1}]}, "'low_rank' has no option 'groups'"),
     ],
