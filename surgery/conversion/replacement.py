@@ -39,7 +39,6 @@ from surgery.structures import STRUCTURES, StructureConfig, StructuredLinear
 from surgery.structures.call_scope import hold_groups
 from surgery.structures.quantized import QuantizedLinear
 from surgery.structures.shared_basis import SharedBasis, SharedLowRankLinear, basis_path, first_expert
-
 from surgery.structures.value_dims import ValueDimsLinear
 
 

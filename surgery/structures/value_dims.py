@@ -169,7 +169,7 @@ class ValueDimsLinear(StructuredLinear):
     @classmethod
     def project(cls, weight_OI: Tensor, config: Any, metric: Metric | None = None) -> StructuredLinear:
         """Return the linear with the bases of the module's docstring, and the optimal B for these."""
-        metric, (out, in_) = metric or Metric(), weight_OI.shape
+        metric, in_ = metric or Metric(), weight_OI.shape[1]
         size, dims = in_ // config.unit, config.dims
         if dims == size:
             down_GKK = torch.eye(size, dtype=weight_OI.dtype, device=weight_OI.device).repeat(config.groups, 1, 1)
@@ -200,7 +200,8 @@ class ValueDimsLinear(StructuredLinear):
 
     def turn_values(self, rows_VI: Tensor) -> Tensor:
         """Return U_g^T V_g (G r, I) of the rows (G K, I) of the values' projection. Of side "both"."""
-        return (self.down.to(rows_VI.dtype) @ rows_VI.unflatten(0, (self.config.groups, -1))).flatten(0, 1)
+        turned_GrI: Tensor = self.down.to(rows_VI.dtype) @ rows_VI.unflatten(0, (self.config.groups, -1))
+        return turned_GrI.flatten(0, 1)
 
     def padded_values(self, rows_VI: Tensor) -> Tensor:
         """Return rows (G r, I) with zeros for the dims that were removed (G K, I)."""

@@ -86,8 +86,8 @@ def test_budgets_and_what_can_be_met():
         ValueDimsLinear.fit(config, 10, 48, 10 * 6 * 7).dims == 4 and ValueDimsLinear.fit(config, 10, 48, 480).dims == 8
     )
     with pytest.raises(
-        SurgeryError, match="multiples of 4, and the budget covers 3 of the 8 .* Raise keep to 0.5 or more"
+        SurgeryError, match=r"multiples of 4, and the budget covers 3 of the 8 .* Raise keep to 0.5 or more"
     ):
         ValueDimsLinear.fit(config, 10, 48, 10 * 6 * 3)
-    with pytest.raises(SurgeryError, match="from 1 to the 8 value dims of a head .got 9"):
+    with pytest.raises(SurgeryError, match=r"from 1 to the 8 value dims of a head .got 9"):
         ValueDimsLinear.fit(ValueDims(54, 24, 6, 3), 10, 48, 0)
