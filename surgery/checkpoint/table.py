@@ -104,8 +104,15 @@ def stored_size(modules: dict[str, Any], tensors: Mapping[str, Any]) -> tuple[st
 
 
 def is_pruned(spec: dict[str, Any]) -> bool:
-    """Return whether a table entry is that of a linear of a pruned MLP."""
+    """Return whether a table entry is that of a linear of a pruned MLP or attention."""
     return spec.get("structure") == "pruned"
+
+
+def is_narrowed(spec: dict[str, Any]) -> bool:
+    """Return whether a table entry, or the structure of a record, is of linears that lose parts together, with their
+    biases: of a pruned MLP or attention, or of attention with fewer value dims.
+    """
+    return is_pruned(spec) or spec.get("structure") == "value_dims"
 
 
 def has_shims(config: dict[str, Any]) -> bool:

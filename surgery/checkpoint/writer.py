@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint.meta_model import MetaModel
-from surgery.checkpoint.mlp_width import with_mlp_width
+from surgery.checkpoint.pruned_sizes import with_pruned_sizes
 from surgery.checkpoint.safetensors_io import TensorInfo, TensorSource, file_digest, read_header, write_shard
 from surgery.checkpoint.source import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, CheckpointSource
 from surgery.checkpoint.table import SHIM_NAME, quantization_table
@@ -151,12 +151,12 @@ def converted_config(
 ) -> dict[str, Any]:
     """Return the source's config with the table of replacements, and with the model's class if the source names none.
 
-    Replacing the head or the embedding unties them. Pruned MLPs of one width are in the config alone, and without other
-    replacements there is no table.
+    Replacing the head or the embedding unties them. Pruned MLPs of one width and pruned attention of one number of
+    heads are in the config alone, and without other replacements there is no table.
     """
     architectures = meta_model.config.architectures
     named = {} if source.config.get("architectures") or not architectures else {"architectures": architectures}
-    plain, rest = with_mlp_width({**source.config, **named}, table, meta_model)
+    plain, rest = with_pruned_sizes({**source.config, **named}, table, meta_model)
     if table and not rest and not mixers:
         return plain
     table = rest

@@ -1,6 +1,7 @@
 """Undo a conversion: multiply structured linears out to dense weights, one module at a time.
 
-Pruned MLPs get their original widths again, with zeros for the neurons that were removed, which add nothing.
+Pruned MLPs and attention get their original sizes again, with zeros for the neurons and heads that were removed, which
+add nothing.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
     table, mixers = table_of(source), mixers_of(source)
     if not table and not mixers and "quantization_config" not in source.config:
         raise SurgeryError(
-            f"{converted} is an ordinary checkpoint already: its MLPs are pruned to one width, which config.json says, "
-            "and no other linears were replaced. Use it as it is"
+            f"{converted} is an ordinary checkpoint already: its MLPs are pruned to one width, or its attention to one "
+            "number of heads, which config.json says, and no other linears were replaced. Use it as it is"
         )
     outputs = _output_projections(source, mixers)
     unused = unused_tensors(source.config["quantization_config"])
@@ -134,7 +135,9 @@ def densify_live(model: Any) -> int:
 
 
 def _padded_modules(model: Any, pruned: dict[str, Any]) -> dict[str, nn.Module]:
-    """Return the linears of the pruned MLPs of a model in memory in their original widths, see `_padded_entries`."""
+    """Return the linears of the pruned MLPs and attention of a model in memory in their original sizes, see
+    `_padded_entries`.
+    """
     if not pruned:
         return {}
     whole = {linear.path: linear for linear in find_linears(unconverted(model)).linears}
@@ -264,15 +267,15 @@ def _iter_tensors(
 
 def _stored_tensor_names(spec: dict[str, Any]) -> list[str]:
     """Return the names of a module's tensors, without the bias, which is stored as in the source (unless it is split or
-    of a pruned MLP).
+    of a pruned MLP or attention).
     """
     return [name for name in build_module(spec).state_dict() if name != "bias" or is_pruned(spec)]
 
 
 @torch.no_grad()
 def _padded_entries(source: CheckpointSource, base: str, spec: dict[str, Any], whole: LinearInfo) -> list[TensorSource]:
-    """Return weight and bias of a linear of a pruned MLP with zeros for the neurons that were removed. whole: the
-    linear of the original.
+    """Return weight and bias of a linear of a pruned MLP or attention with zeros for what was removed. whole: the linear
+    of the original.
     """
     module: Any = load_replacement_module(spec, base, source.tensors, torch.device("cpu"))
     stored = DTYPES[
@@ -284,14 +287,18 @@ def _padded_entries(source: CheckpointSource, base: str, spec: dict[str, Any], w
 
 
 def padded_weights(module: Any, whole: LinearInfo) -> tuple[Tensor, Tensor | None]:
-    """Return (weight (out, in), bias (out,) or None) of a linear of a pruned MLP, see `_padded_entries`."""
+    """Return (weight (out, in), bias (out,) or None) of a linear of a pruned MLP or attention, see `_padded_entries`.
+
+    The heads that stay become the first ones, in query, key and value alike.
+    """
     bias_O: Tensor | None = module.bias
     if isinstance(module, QuantizedLinear):
         weight_OI = module.dense()
     else:
         weight_OI = module.weight.mT if isinstance(module, Conv1D) else module.weight
     weight_OI = F.pad(weight_OI, (0, whole.in_ - weight_OI.shape[1]))
-    parts, missing = len(whole.roles), whole.out - weight_OI.shape[0]  # a fused linear has rows of gate, then of up
+    is_stacked = whole.fused is not None and whole.fused.layout == "stacked"  # rows of gate, then of up
+    parts, missing = len(whole.roles) if is_stacked else 1, whole.out - weight_OI.shape[0]
     weight_OI = F.pad(weight_OI.unflatten(0, (parts, -1)), (0, 0, 0, missing // parts)).flatten(0, 1)
     if bias_O is not None:
         bias_O = F.pad(bias_O.unflatten(0, (parts, -1)), (0, missing // parts)).flatten()

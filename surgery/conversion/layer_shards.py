@@ -31,7 +31,7 @@ from surgery.checkpoint.report import (
     TuningReport,
 )
 from surgery.checkpoint.safetensors_io import FLOAT_DTYPES, file_digest, read_header
-from surgery.checkpoint.table import is_pruned
+from surgery.checkpoint.table import is_narrowed, is_pruned
 from surgery.checkpoint.writer import concatenate, shard_name
 from surgery.conversion.context import NON_LAYER
 from surgery.conversion.mixer_init.base import build_mixer
@@ -179,9 +179,9 @@ class LayerShards:
             if table[path].get("structure") == "split":
                 shapes.pop(f"{base}.bias", None)
             state = build_module(table[path]).state_dict()
-            own = {n: tuple(t.shape) for n, t in state.items() if n != "bias" or is_pruned(table[path])}
+            own = {n: tuple(t.shape) for n, t in state.items() if n != "bias" or is_narrowed(table[path])}
             shapes |= {f"{base}.{name}": shape for name, shape in own.items()}
-            if is_pruned(table[path]) != bool(targets[path].neurons if path in targets else ()):
+            if is_narrowed(table[path]) != bool(targets[path].neurons if path in targets else ()):
                 raise SurgeryError(f"the journal's entry for {path} is of a pruned MLP, or not, unlike the plan")
             if shares_basis(table[path]) != bool(targets[path].basis if path in targets else ""):
                 raise SurgeryError(f"the journal's entry for {path} shares a basis, or has its own, unlike the plan")

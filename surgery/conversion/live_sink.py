@@ -20,7 +20,7 @@ from surgery.architectures.experts import RoutedExperts, keep_experts_split, spl
 from surgery.calibration.data import CalibrationSet
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import TensorInfo, TensorSource
-from surgery.checkpoint.table import is_pruned
+from surgery.checkpoint.table import is_narrowed
 from surgery.checkpoint.writer import converted_config
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.live_source import path_prefix
@@ -205,7 +205,7 @@ def _build(sink: LiveSink, meta_model: MetaModel, path: str, spec: dict[str, Any
     linear: Any = sink.model.get_submodule(sink.live_path(path))
     weight, base = linear.weight, stored_module_name(meta_model, path)
     module: Any = build_module(spec, device=weight.device, dtype=weight.dtype)
-    has_bias = is_pruned(spec)  # which has fewer outputs, or is tuned with them
+    has_bias = is_narrowed(spec)  # which has fewer outputs, or is tuned with them
     state = {name: sink.tensors[f"{base}.{name}"] for name in module.state_dict() if has_bias or name != "bias"}
     module.load_state_dict(state, strict=False)
     if spec["structure"] != "split" and linear.bias is not None and not has_bias:

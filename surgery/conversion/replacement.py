@@ -28,8 +28,8 @@ from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.targets import LinearTarget, Plan
 from surgery.planning.weights import (
     joined_entries,
+    narrowed_entries,
     neuron_rows,
-    pruned_entries,
     select_rows,
     slice_name,
     table_entry,
@@ -39,6 +39,7 @@ from surgery.structures import STRUCTURES, StructureConfig, StructuredLinear
 from surgery.structures.call_scope import hold_groups
 from surgery.structures.quantized import QuantizedLinear
 from surgery.structures.shared_basis import SharedBasis, SharedLowRankLinear, basis_path, first_expert
+from surgery.structures.value_dims import ValueDimsLinear
 
 
 @dataclass
@@ -73,8 +74,8 @@ class LayerReplacement:
         return {p: name for p, name in parameters.items() if p.rpartition(".")[0] not in self.modules}
 
     def find_structured(self) -> None:
-        """Set `structured` to the modules with structured weights, the linears of pruned MLPs, and the bases that
-        experts share.
+        """Set `structured` to the modules with structured weights, the linears of pruned MLPs and attention, and the
+        bases that experts share.
         """
         for path, module in self.modules.items():
             if isinstance(module, (StructuredLinear, SplitLinear, JoinedLinear)) or is_pruned(self.table.get(path, {})):
@@ -156,7 +157,7 @@ def add_linear(
         _add_joined(meta_model, targets[0], fitted[0], device, replacement)
         return
     if targets[0].neurons and fitted[0].linear is not None:
-        _add_pruned(meta_model, targets[0], fitted[0], device, replacement)
+        _add_narrowed(meta_model, targets[0], fitted[0], device, replacement)
         return
     bias = _read_bias(meta_model, linear, device)
     if bias is not None and fitted[0].bias_change_O is not None:
@@ -232,33 +233,39 @@ def _add_joined(
     connect_joined({linear.path: replacement.modules[linear.path] for linear in target.joined})
 
 
-def _add_pruned(
+def _add_narrowed(
     meta_model: MetaModel,
     target: LinearTarget,
     fitted: FitResult,
     device: torch.device,
     replacement: LayerReplacement,
 ) -> None:
-    """Add the linears of a pruned MLP: the rows of gate and up for the neurons that stay, and `down` as it was fitted
-    to them.
+    """Add the linears of a pruned MLP or attention: the rows of the neurons or heads that stay, and the last linear as
+    it was fitted to them. With fewer value dims, the rows are those of the values in their bases.
     """
     replacement.records.append(fitted.record.to_dict())
-    pruned: Any = fitted.linear
-    columns_K = pruned.columns.long()
-    entries = pruned_entries(target, len(columns_K))
-    for linear in target.all_linears:
+    last: Any = fitted.linear
+    entries = narrowed_entries(target, last.config)
+    for linear, sizes in zip(target.all_linears, (*target.sizes, ())):
         base, bias_O = stored_module_name(meta_model, linear.path), _read_bias(meta_model, linear, device)
         if linear is target.linear:
-            weight_OI = pruned.weight[0].detach()
+            weight_OI = last.weight[0].detach()
             if bias_O is not None and fitted.bias_change_O is not None:
                 bias_O = bias_O + fitted.bias_change_O
         else:
-            rows = neuron_rows(columns_K, linear, target.in_)
-            weight_OI = target_weight(meta_model, LinearTarget(linear, linear.out, 1.0, ()), device)[rows]
-            bias_O = None if bias_O is None else bias_O[rows]
+            weight_OI = target_weight(meta_model, LinearTarget(linear, linear.out, 1.0, ()), device)
+            if isinstance(last, ValueDimsLinear):
+                weight_OI = last.turn_values(weight_OI)
+                bias_O = None if bias_O is None else last.padded_values(last.turn_values(bias_O[:, None]))[:, 0]
+            else:
+                rows = neuron_rows(last.columns.long(), sizes, target)
+                weight_OI, bias_O = weight_OI[rows], None if bias_O is None else bias_O[rows]
         spec = {**entries[linear.path], **_storage_options(base, linear)}
         module = build_module(spec)
-        stored = {"weight": (weight_OI.mT if linear.transposed else weight_OI).contiguous()}
+        if isinstance(last, ValueDimsLinear):
+            stored = {"weight": weight_OI[None].contiguous()}
+        else:
+            stored = {"weight": (weight_OI.mT if linear.transposed else weight_OI).contiguous()}
         stored |= {} if bias_O is None else {"bias": bias_O}
         for name, tensor in stored.items():
             dtype = DTYPES[meta_model.tensor_info(f"{linear.path}.{name}").dtype]

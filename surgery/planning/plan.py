@@ -20,13 +20,15 @@ from surgery.architectures.linears import LinearInfo, ModelLayout, find_linears
 from surgery.architectures.towers import select_towers
 from surgery.checkpoint.outline import ModelDescription
 from surgery.checkpoint.source import check_float_dtype
+from surgery.core.config import is_layer_selected
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.registry import validate_config
 from surgery.mixers.softmax import describe_softmax
 from surgery.planning.attention_plan import find_attention_targets, softmax_shapes
 from surgery.planning.joined import check_joins, group_by_input
-from surgery.planning.pruned_mlps import Mlp, find_pruned_mlps, prunable_mlps
-from surgery.planning.recipe import STRUCTURE_KEYS, ConversionRecipe, LinearSettings
+from surgery.planning.pruned_heads import find_pruned_attention, find_values
+from surgery.planning.pruned_mlps import Mlp, check_sizes_of_rules, find_pruned_mlps, is_pruned, prunable_mlps
+from surgery.planning.recipe import STRUCTURE_KEYS, ConversionRecipe, LinearSettings, Rule
 from surgery.planning.shared_bases import check_can_share, share_bases
 from surgery.planning.speed import plan_by_time
 from surgery.planning.targets import FusedSlice, LinearTarget, Plan
@@ -82,7 +84,7 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
         )
     targets: dict[str, tuple[LinearTarget, ...]] = {}
     joined, joining_notes = _joined_targets(recipe, layout)
-    pruned, pruning_notes = _pruned_targets(recipe, layout, meta_model)
+    pruned, pruning_notes = _pruned_targets(recipe, layout, meta_model, set(attention_targets))
     notes += joining_notes + pruning_notes
     for linear in layout.linears:
         if linear.layer and linear.layer not in layout.layers:
@@ -253,7 +255,7 @@ def _joined_targets(
     for linear in layout.linears:
         if len(linear.roles) == 1 and not linear.experts and not (linear.layer and linear.layer not in layout.layers):
             settings = _resolve_settings(linear, linear.roles[0], recipe, layout)
-            if settings.share == "input" and settings.structure not in ("dense", "pruned"):
+            if settings.share == "input" and settings.structure not in ("dense", "pruned", "value_dims"):
                 candidates[linear.path] = (linear, settings)
     groups = group_by_input(candidates)
     targets: dict[str, tuple[LinearTarget, ...]] = {}
@@ -267,32 +269,69 @@ def _joined_targets(
 
 
 def _pruned_targets(
-    recipe: ConversionRecipe, layout: ModelLayout, meta_model: ModelDescription
+    recipe: ConversionRecipe, layout: ModelLayout, meta_model: ModelDescription, mixed: set[str]
 ) -> tuple[dict[str, tuple[LinearTarget, ...]], list[str]]:
-    """Return (targets by path for the linears with `structure: pruned`, notes for the user).
+    """Return (targets by path for the linears with `structure: pruned` or `value_dims`, notes for the user). mixed:
+    layers whose attention gets a mixer.
 
-    Of an MLP only `down` has a target; linears that belong to no MLP have none.
+    Of an MLP only `down` has a target, of attention only the output projection; linears that belong to neither have
+    none.
     """
     inside = [linear for linear in layout.linears if linear.layer in (*layout.layers, "")]
     settings = _settings_by_path(recipe, layout)
-    rules = [rule for rule in recipe.rules if rule.structure == "pruned"]
-    named = {n.path: r.match for n in inside for r in rules for x in n.roles or ("",) if matches_pattern(r.match, n, x)}
-    mlps, notes = find_pruned_mlps(recipe, layout, settings, named, meta_model.model)
-    targets: dict[str, tuple[LinearTarget, ...]] = {}
-    targets |= {
-        path: () for path, several in settings.items() if mlps and any(s.structure == "pruned" for s in several)
-    }
+    named = {n.path: r.match for n in inside for r in recipe.rules if r.structure == "pruned" and _applies(r, n)}
+    attentions = find_pruned_attention(layout, settings, named, mixed, meta_model.model)
+    taken = {linear.path for attention in attentions for linear in attention.linears}
+    rest = {path: several for path, several in settings.items() if path not in taken}
+    mlps, notes = find_pruned_mlps(recipe, layout, rest, named, meta_model.model)
+    named = {n.path: r.match for n in inside for r in recipe.rules if r.structure == "value_dims" and _applies(r, n)}
+    values, value_notes = find_values(layout, settings, named, mixed, meta_model.model)
+    notes += value_notes
+    if attentions or mlps:
+        check_sizes_of_rules(recipe.rules, lambda rule: {role for n in inside if _applies(rule, n) for role in n.roles})
+    targets: dict[str, tuple[LinearTarget, ...]] = dict.fromkeys(taken, ())
+    targets |= {path: () for path, several in rest.items() if mlps and is_pruned(several)}
+    if values:
+        targets |= {n: () for n, several in settings.items() if any(s.structure == "value_dims" for s in several)}
+    for one in values:
+        chosen, output = settings[one.output.path][0], one.output
+        _structure_config("value_dims", chosen, auto=False)  # raises SurgeryError for options of other structures
+        target = LinearTarget(
+            output, output.out, chosen.keep, (one.config(chosen),), neurons=(one.value,), sizes=((one.value.out,),)
+        )
+        targets[output.path] = (_with_preview(target),)
     for mlp in mlps:
-        chosen = settings[mlp.down.path][0]
-        targets[mlp.down.path] = (_pruned_target(mlp, chosen, _structure_config("pruned", chosen, auto=False)),)
+        chosen = settings[mlp.down.path][0].model_copy(update={"groups": None})
+        targets[mlp.down.path] = (_mlp_target(mlp, chosen, _structure_config("pruned", chosen, auto=False)),)
+    for attention in attentions:
+        chosen, output = settings[attention.output.path][0], attention.output
+        heads, config = attention.heads, attention.config(chosen)
+        target = LinearTarget(output, output.out, chosen.keep, (config,), neurons=heads, sizes=attention.sizes)
+        targets[output.path] = (_with_preview(target),)
     return targets, notes
 
 
-def _pruned_target(mlp: Mlp, settings: LinearSettings, config: StructureConfig) -> LinearTarget:
+def _applies(rule: Rule, linear: LinearInfo) -> bool:
+    """Return whether a rule matches a linear, in its layer."""
+    if rule.layers is not None and (
+        linear.index is None or not is_layer_selected(rule.layers, linear.index, linear.count)
+    ):
+        return False
+    return any(matches_pattern(rule.match, linear, role) for role in linear.roles or ("",))
+
+
+def _mlp_target(mlp: Mlp, settings: LinearSettings, config: StructureConfig) -> LinearTarget:
     """Return the target of an MLP that is pruned. Raises SurgeryError if its budget allows no width."""
-    target = LinearTarget(mlp.down, mlp.down.out, settings.keep, (config,), neurons=mlp.neurons)
+    sizes = tuple((mlp.down.in_,) * len(linear.roles) for linear in mlp.neurons)
+    return _with_preview(
+        LinearTarget(mlp.down, mlp.down.out, settings.keep, (config,), neurons=mlp.neurons, sizes=sizes)
+    )
+
+
+def _with_preview(target: LinearTarget) -> LinearTarget:
+    """Return a target of a pruned MLP or attention with the size that a uniform budget allows."""
     try:
-        return replace(target, preview=fit_target(config, target, target.uniform_budget()))
+        return replace(target, preview=fit_target(target.configs[0], target, target.uniform_budget()))
     except SurgeryError as error:
         raise SurgeryError(f"plan: {target.name}: {error}") from None
 
@@ -309,7 +348,7 @@ def _with_pruned_mlps(
     for mlp in prunable_mlps(layout, settings, model):
         chosen = settings[mlp.down.path][0]
         with suppress(SurgeryError):
-            target = _pruned_target(mlp, chosen, _structure_config("pruned", chosen, auto=True))
+            target = _mlp_target(mlp, chosen, _structure_config("pruned", chosen, auto=True))
             pruned = {path: slices for path, slices in pruned.items() if path not in {n.path for n in mlp.neurons}}
             pruned[mlp.down.path] = (target,)
     return {} if pruned == targets else pruned

@@ -6,14 +6,14 @@ The three are one target. See surgery/structures/pruned.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from surgery.architectures.linears import LinearInfo, ModelLayout
 from surgery.core.errors import SurgeryError
-from surgery.planning.recipe import ConversionRecipe, LinearSettings
+from surgery.planning.recipe import ConversionRecipe, LinearSettings, Rule
 
 MLP_ROLES = ("mlp.gate", "mlp.up", "mlp.down")
 Settings = Mapping[str, Sequence[LinearSettings]]  # by path of a linear, for each of its roles
@@ -43,7 +43,7 @@ def find_pruned_mlps(
     Raises SurgeryError for linears that are named and are not of an MLP, for experts, and for MLPs whose linears have
     different settings, share their weights or do more than an MLP does.
     """
-    chosen = [linear for linear in layout.linears if _is_pruned(settings.get(linear.path, ()))]
+    chosen = [linear for linear in layout.linears if is_pruned(settings.get(linear.path, ()))]
     if not chosen:
         return [], []
     if recipe.speed is not None:
@@ -57,19 +57,15 @@ def find_pruned_mlps(
         if linear.path in named and not set(linear.roles) & set(MLP_ROLES):
             raise SurgeryError(
                 f"plan: pattern {named[linear.path]!r} matches {linear.path} ({', '.join(linear.roles) or 'no role'}), "
-                "and structure pruned removes neurons of MLPs. Match mlp.*, or give this linear another structure"
+                "and structure pruned removes neurons of MLPs and heads of attention. Match mlp.* or attention.*, or give "
+                "this linear another structure"
             )
     mlps = list(_mlps(layout, {linear.layer for linear in chosen}))
     pruned = [mlp for mlp in mlps if any(linear in chosen for linear in mlp.linears)]
     for mlp in pruned:
-        _check_settings(mlp, settings)
+        check_same_settings(mlp.linears, settings, "a neuron of an MLP", "mlp.*")
         _check_shapes(mlp, model)
-    shares = {one.keep for mlp in pruned for one in settings[mlp.down.path] if one.width == "uniform"}
-    if len(shares) > 1:
-        raise SurgeryError(
-            f"plan: width: uniform gives all MLPs one width, and rules give them different shares (keep "
-            f"{', '.join(f'{share:g}' for share in sorted(shares))}). Give one keep, or leave width out"
-        )
+    check_one_share([settings[mlp.down.path] for mlp in pruned], "width", "MLPs")
     inside = {linear.path for mlp in pruned for linear in mlp.linears}
     others = [linear for linear in chosen if linear.path not in inside]
     for linear in others:
@@ -85,10 +81,13 @@ def find_pruned_mlps(
         )
     roles = dict.fromkeys(role or "linears without a role" for linear in others for role in linear.roles or ("",))
     notes = [f"structure pruned: {', '.join(roles)} stay dense, which are of no MLP"] if roles else []
+    if any(role.startswith("attention.") for role in roles):
+        notes[0] += "; a rule {match: attention.*, structure: pruned} removes heads too"
     return pruned, notes
 
 
-def _is_pruned(settings: Sequence[LinearSettings]) -> bool:
+def is_pruned(settings: Sequence[LinearSettings]) -> bool:
+    """Return whether a role of a linear has `structure: pruned`."""
     return any(one.structure == "pruned" for one in settings)
 
 
@@ -101,7 +100,7 @@ def prunable_mlps(layout: ModelLayout, settings: Settings, model: Any) -> list[M
         if any(one.structure != "auto" for linear in mlp.linears for one in settings[linear.path]):
             continue
         with suppress(SurgeryError):
-            _check_settings(mlp, settings)
+            check_same_settings(mlp.linears, settings, "a neuron of an MLP", "mlp.*")
             _check_shapes(mlp, model)
             mlps.append(mlp)
     return mlps
@@ -125,18 +124,62 @@ def _mlps(layout: ModelLayout, layers: Iterable[str]) -> Iterator[Mlp]:
                 yield Mlp(neurons, down)
 
 
-def _check_settings(mlp: Mlp, settings: Settings) -> None:
-    """Raise SurgeryError unless all linears of an MLP have the same settings."""
-    first, *others = [one for linear in mlp.linears for one in settings[linear.path]]
+def check_same_settings(linears: Sequence[LinearInfo], settings: Settings, removed: str, pattern: str) -> None:
+    """Raise SurgeryError unless all linears of an MLP or attention have the same settings. removed: what the structure
+    removes. pattern: of a rule that matches all of them.
+    """
+    first, *others = [one for linear in linears for one in settings[linear.path]]
     if any(one != first for one in others):
         given = "; ".join(
             f"{linear.path}: " + ", ".join(f"{one.structure} keep {one.keep:g}" for one in settings[linear.path])
-            for linear in mlp.linears
+            for linear in linears
         )
         raise SurgeryError(
-            "plan: structure pruned removes a neuron from all linears of an MLP, so they need the same settings (got "
-            f"{given}). Give them in one rule for mlp.*"
+            f"plan: structure pruned removes {removed} from all of its linears, so they need the same settings (got "
+            f"{given}). Give them in one rule for {pattern}"
         )
+
+
+def check_one_share(settings: Sequence[Sequence[LinearSettings]], key: str, owners: str) -> None:
+    """Raise SurgeryError if MLPs or attention modules of one width or number of groups have different shares. settings:
+    of each of them.
+    """
+    shares = {one.keep for several in settings for one in several if getattr(one, key) == "uniform"}
+    if len(shares) > 1:
+        raise SurgeryError(
+            f"plan: {key}: uniform gives all {owners} one size, and rules give them different shares (keep "
+            f"{', '.join(f'{share:g}' for share in sorted(shares))}). Give one keep, or leave {key} out"
+        )
+
+
+def check_sizes_of_rules(rules: Sequence[Rule], roles: Callable[[Rule], Collection[str]]) -> None:
+    """Raise SurgeryError if a rule gives attention the size of MLPs, or MLPs that of attention. roles(rule): of the
+    linears that it matches.
+    """
+    for rule in rules:
+        kinds = {role.partition(".")[0] for role in roles(rule)}
+        if rule.groups is not None and kinds == {"mlp"}:
+            raise SurgeryError(
+                f"plan: groups in the rule for {rule.match!r} is a number of key/value heads, and an MLP has none. Give "
+                "its width instead"
+            )
+        if rule.width is not None and rule.structure == "pruned" and kinds == {"attention"}:
+            raise SurgeryError(
+                f"plan: width in the rule for {rule.match!r} is a number of neurons, and attention has none. Give groups "
+                "instead, a number of key/value heads"
+            )
+
+
+def check_untied(linears: Sequence[LinearInfo], model: Any, owner: str) -> None:
+    """Raise SurgeryError if a linear of an MLP or attention shares a parameter with another module."""
+    pairs = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = {*pairs, *pairs.values()}
+    for linear in linears:
+        if shared := next((name for name in (f"{linear.path}.weight", f"{linear.path}.bias") if name in tied), ""):
+            raise SurgeryError(
+                f"plan: {shared} is shared with another module, which structure pruned would change too. Leave {owner} "
+                f"dense: a rule {{match: {linear.path}, structure: dense}}"
+            )
 
 
 def _check_shapes(mlp: Mlp, model: Any) -> None:
@@ -149,14 +192,7 @@ def _check_shapes(mlp: Mlp, model: Any) -> None:
             f"plan: {down.path} reads {width} neurons, and {sizes}, so that neurons cannot be removed from both. Give "
             "this MLP another structure"
         )
-    pairs = getattr(model, "all_tied_weights_keys", None) or {}
-    tied = {*pairs, *pairs.values()}
-    for linear in mlp.linears:
-        if shared := next((name for name in (f"{linear.path}.weight", f"{linear.path}.bias") if name in tied), ""):
-            raise SurgeryError(
-                f"plan: {shared} is shared with another module, from which structure pruned would remove neurons too. "
-                f"Leave its MLP dense: a rule {{match: {linear.path}, structure: dense}}"
-            )
+    check_untied(mlp.linears, model, "its MLP")
     paths = {linear.path for linear in mlp.linears}
     common = _common_parent([linear.path for linear in mlp.linears])
     for name, parameter in model.get_submodule(common).named_parameters():

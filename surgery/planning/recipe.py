@@ -11,6 +11,7 @@ rules:                # later rules win; match: a role or a path, with * and ?
   - {match: "expert.*", structure: low_rank, share: experts}    # one basis for the experts of a layer, see shared_bases.py
   - {match: "attention.*", share: input}    # one matrix for query, key and value, see joined.py
   - {match: "mlp.*", structure: pruned}     # fewer neurons, see pruned_mlps.py; width: 768, or uniform: one for all layers
+  - {match: "attention.*", structure: pruned}     # fewer heads, see pruned_heads.py; groups: 4, or uniform
 attention: {mixer: linear, mask: decay}    # see attention_recipe.py
 tune: {model: 20}     # epochs of training on the calibration text after the fit
 
@@ -40,7 +41,7 @@ BlockShape = Literal["sqrt", "budget"] | Count | tuple[Annotated[int, Field(ge=1
 Rank = Literal["full"] | Annotated[int, Field(ge=1)]
 Grid = tuple[Count, Count] | tuple[Count, Count, Count]  # with the largest block rank
 Levels = Annotated[int, Field(ge=1, le=32, strict=True)] | tuple[Count | Grid | Literal["sqrt", "monarch"], ...]
-Width = Literal["uniform"] | Count  # neurons of a pruned MLP
+Width = Literal["uniform"] | Count  # neurons of a pruned MLP, or key/value heads of pruned attention
 Multiple = Annotated[int, Field(ge=1, le=4096, strict=True)]
 Cores = Annotated[int, Field(ge=2, le=16, strict=True)]
 LevelRanks = tuple[Annotated[int, Field(ge=0, strict=True)], ...]
@@ -55,9 +56,10 @@ STRUCTURE_KEYS = (
     "order",
     "width",
     "multiple",
+    "groups",
 )  # keys that are options of the structure
 
-SIZE_KEYS = ("rank", "ranks", "width")  # those that give a size, which the budget chooses otherwise
+SIZE_KEYS = ("rank", "ranks", "width", "groups")  # those that give a size, which the budget chooses otherwise
 
 
 def is_given(size: Any) -> bool:
@@ -96,6 +98,7 @@ class Rule(_StrictModel):
     order: Literal["contiguous", "strided"] | None = None
     width: Width | None = None
     multiple: Multiple | None = None
+    groups: Width | None = None
     fused: Literal["whole", "split"] | None = None
     share: Sharing | None = None
 
@@ -124,6 +127,7 @@ class LinearSettings(BaseModel):
     order: Literal["contiguous", "strided"] | None = None
     width: Width | None = None
     multiple: Multiple | None = None
+    groups: Width | None = None
     fused: Literal["whole", "split"] = "whole"
     share: Sharing = "none"
 
@@ -168,6 +172,7 @@ class ConversionRecipe(_StrictModel):
     order: Literal["contiguous", "strided"] | None = None
     width: Width | None = None
     multiple: Multiple | None = None
+    groups: Width | None = None
     speed: SpeedRecipe | None = None  # instead of `keep`
     round_ranks: int = Field(1, ge=1, le=4096, strict=True)  # ranks chosen by the budget are multiples of it
     layers: str = ":"
@@ -219,6 +224,13 @@ class ConversionRecipe(_StrictModel):
     def _check_candidates(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         if not names:
             raise SurgeryError("candidates: name at least one structure, for example [low_rank, btt]")
+        for name in names:
+            if _replaces_mlp(name) and name != "pruned":
+                raise SurgeryError(
+                    f"candidates: {name} replaces the values and the output projection of attention together, and a "
+                    "candidate replaces one linear, or an MLP. Leave it out, and give these a rule, for example "
+                    f"{{match: attention.value, structure: {name}}}"
+                )
         of_mlp = [name for name in names if _replaces_mlp(name)]
         if len(of_mlp) == len(names):
             raise SurgeryError(
@@ -330,6 +342,7 @@ class ConversionRecipe(_StrictModel):
             "order": self.order,
             "width": self.width,
             "multiple": self.multiple,
+            "groups": self.groups,
             "fused": self.fused,
             "share": self.share,
         }
@@ -424,6 +437,7 @@ EXPECTED_VALUES = {
     "order": "contiguous or strided",
     "width": "a whole number over 0, for example 768, or uniform",
     "multiple": "a whole number from 1 to 4096, for example 64",
+    "groups": "a whole number over 0, for example 4, or uniform",
     "share": "experts, input or none",
     "round_ranks": "a whole number from 1 to 4096, for example 64",
     "speed": "a ratio over 1 and the GPU that it was measured on, for example {prefill: 1.4, tokens: 8192, device: NVIDIA H200}",

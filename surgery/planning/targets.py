@@ -56,8 +56,9 @@ class LinearTarget:
     dense matrix; a preview of None stays dense. share: whether the recipe asks for a basis shared by the experts of the
     layer. basis: path of that basis, "" if the matrix has none; stores_basis: whether the numbers of the basis count
     with this matrix, the first that uses it. joined: the linears that the matrix replaces, whose rows follow one
-    another in it; () if it is `linear` alone, which is the first of them. neurons: of an MLP that is pruned, the linears
-    whose outputs make the neurons that `linear` reads (gate and up); () of others.
+    another in it; () if it is `linear` alone, which is the first of them. neurons: of an MLP or attention that is pruned,
+    the linears whose outputs make the neurons or heads that `linear` reads (gate and up, or query, key and value); () of
+    others. sizes: output rows of the parts of each of `neurons`, each part with rows of every neuron or head.
     """
 
     linear: LinearInfo
@@ -74,11 +75,12 @@ class LinearTarget:
     stores_basis: bool = False
     joined: tuple[LinearInfo, ...] = ()
     neurons: tuple[LinearInfo, ...] = ()
+    sizes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def name(self) -> str:
         """The path of the linear, with :role for a part of a fused linear; of joined ones a.q_proj+k_proj+v_proj, of a
-        pruned MLP a.gate_proj+up_proj+down_proj.
+        pruned MLP a.gate_proj+up_proj+down_proj, of pruned attention a.q_proj+k_proj+v_proj+o_proj.
         """
         if self.joined or self.neurons:
             first, *others = self.all_linears
@@ -92,14 +94,14 @@ class LinearTarget:
 
     @property
     def all_linears(self) -> tuple[LinearInfo, ...]:
-        """The linears that change: those that the matrix replaces, and of a pruned MLP those of its neurons, which come
-        first.
+        """The linears that change: those that the matrix replaces, and of a pruned MLP or attention those of its
+        neurons or heads, which come first.
         """
         return (*self.neurons, *self.linears)
 
     @property
     def roles(self) -> list[str]:
-        """The roles of the matrix's rows; of a pruned MLP those of all its linears."""
+        """The roles of the matrix's rows; of a pruned MLP or attention those of all its linears."""
         if self.part is not None:
             return [self.part.role]
         return [role for linear in self.all_linears for role in linear.roles]
@@ -111,13 +113,20 @@ class LinearTarget:
 
     @property
     def numel(self) -> int:
-        """The number of elements of the matrix, or of all matrices of a pruned MLP."""
-        return self.in_ * self.column_params
+        """The number of elements of the matrix, or of all matrices of a pruned MLP or attention."""
+        return self.out * self.in_ + sum(linear.out * linear.in_ for linear in self.neurons)
 
     @property
-    def column_params(self) -> int:
-        """The elements of a column of the matrix; in an MLP that is pruned, those of a neuron in all its matrices."""
-        return self.out + sum(linear.out // self.in_ * linear.in_ for linear in self.neurons)
+    def unit(self) -> int:
+        """The columns that stay or go together: in pruned attention the outputs of a key/value head's query heads."""
+        return getattr(self.configs[0], "unit", 1) if self.configs else 1
+
+    @property
+    def unit_params(self) -> int:
+        """The elements of a unit of columns; in a pruned MLP those of a neuron in all its matrices, in attention those of
+        a key/value head and its query heads.
+        """
+        return self.numel // (self.in_ // self.unit)
 
     @property
     def has_fixed_rank(self) -> bool:
@@ -130,12 +139,12 @@ class LinearTarget:
 
     @property
     def has_uniform_width(self) -> bool:
-        """Whether all pruned MLPs get one width, which the budget chooses."""
+        """Whether all pruned MLPs, or all pruned attention, get one width, which the budget chooses."""
         return any(getattr(config, "width", None) == "uniform" for config in self.configs)
 
     @property
     def fits_bias(self) -> bool:
-        """Whether the bias of `linear` is fitted too: neurons that are removed have a mean."""
+        """Whether the bias of `linear` is fitted too: neurons and heads that are removed have a mean."""
         return bool(self.neurons) and self.linear.bias
 
     def uniform_budget(self) -> float:
@@ -153,17 +162,19 @@ class LinearTarget:
         return stored + len(self.joined)  # the `weight` of each JoinedLinear
 
     def structure_params(self, config: StructureConfig) -> int:
-        """Return the stored elements of a structure; of a pruned MLP those of all its linears."""
+        """Return the stored elements of a structure; of a pruned MLP or attention those of all its linears."""
         stored: int = STRUCTURES[config].params(config, self.out, self.in_)
-        return stored // self.out * self.column_params if self.neurons else stored
+        return stored // (self.out * self.unit) * self.unit_params if self.neurons else stored
 
     def macs(self, linear: StructuredLinear) -> int:
         """Return the multiply-accumulates per token of a structure in place of this matrix."""
         return self.params(linear.config) if self.neurons else linear.macs()
 
     def matrix_budget(self, params: float) -> float:
-        """Return how many of `params` elements the matrix itself may have: of a pruned MLP the share of `linear`."""
-        return params // self.column_params * self.out if self.neurons else params
+        """Return how many of `params` elements the matrix itself may have: of a pruned MLP or attention the share of
+        `linear`.
+        """
+        return params / self.unit_params * self.out * self.unit if self.neurons else params
 
     @property
     def basis_rank(self) -> int:

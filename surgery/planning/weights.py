@@ -5,12 +5,13 @@ table.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from surgery.architectures.linears import LinearInfo, find_linears
+from surgery.architectures.linears import find_linears
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import read_tensor
 from surgery.core.errors import SurgeryError
@@ -18,6 +19,7 @@ from surgery.modeling.joined import group_entries
 from surgery.planning.plan import fused_sizes
 from surgery.planning.targets import FusedSlice, LinearTarget
 from surgery.structures import StructureConfig
+from surgery.structures.value_dims import ValueDims
 
 LARGEST = 1e15  # largest weight: a sum of 1e8 squares is then 1e38, below the float32 maximum of 3e38
 
@@ -102,23 +104,34 @@ def joined_entries(target: LinearTarget, config: StructureConfig) -> dict[str, d
     return {linear.path: {**entries[name], "bias": linear.bias} for name, linear in linears.items()}
 
 
-def pruned_entries(target: LinearTarget, width: int) -> dict[str, dict[str, Any]]:
-    """Return the table entries of the linears of a pruned MLP by path, in the order in which they run. width: neurons
-    that stay.
+def narrowed_entries(target: LinearTarget, config: Any) -> dict[str, dict[str, Any]]:
+    """Return the table entries of the linears of a pruned MLP or attention, or of attention with fewer value dims, by
+    path, in the order in which they run. config: of the last one.
     """
     entries = {}
     for linear in target.all_linears:
-        is_down = linear is target.linear
-        in_, out = (width, linear.out) if is_down else (linear.in_, linear.out // target.in_ * width)
-        entries[linear.path] = {"structure": "pruned", "in_features": in_, "out_features": out, "bias": linear.bias}
+        is_last = linear is target.linear
+        in_, out = linear.in_, linear.out
+        if isinstance(config, ValueDims):
+            structure = replace(config, side="output" if is_last else "values").to_dict()
+        else:
+            structure = {"structure": "pruned"}
+            in_, out = (config.width, out) if is_last else (in_, out * config.width // target.in_)
+        entries[linear.path] = {**structure, "in_features": in_, "out_features": out, "bias": linear.bias}
     return entries
 
 
-def neuron_rows(columns_K: Tensor, linear: LinearInfo, neurons: int) -> Tensor:
-    """Return the output rows of a linear that make these neurons of an MLP; a fused one has rows of gate, then of
-    up.
+def neuron_rows(columns_K: Tensor, sizes: tuple[int, ...], target: LinearTarget) -> Tensor:
+    """Return the output rows of a linear that make the neurons or heads of these columns. sizes: rows of each part of the
+    linear: of a fused one those of gate, then of up.
     """
-    return torch.cat([columns_K + start for start in range(0, linear.out, neurons)])
+    units_N = columns_K[:: target.unit] // target.unit
+    rows, start = [], 0
+    for size in sizes:
+        per_unit = size * target.unit // target.in_
+        rows.append((start + units_N[:, None] * per_unit + torch.arange(per_unit, device=units_N.device)).flatten())
+        start += size
+    return torch.cat(rows)
 
 
 def role_weight(meta_model: MetaModel, layer: str, role: str) -> tuple[Tensor, Tensor | None]:

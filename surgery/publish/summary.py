@@ -17,7 +17,7 @@ from surgery.architectures.attention import attention_paths, attention_shape
 from surgery.architectures.linears import LinearInfo, ModelLayout, find_linears
 from surgery.checkpoint.outline import describe_unconverted_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
-from surgery.checkpoint.table import is_pruned, mixers_of, stored_size, table_of
+from surgery.checkpoint.table import is_narrowed, mixers_of, stored_size, table_of
 from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME, read_json
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
@@ -26,7 +26,6 @@ from surgery.mixers.head_hybrid import HeadHybrid
 from surgery.mixers.masks.base import MASKS
 from surgery.mixers.softmax import Softmax, describe_softmax
 from surgery.modeling.joined import record_paths
-from surgery.planning.pruned_mlps import MLP_ROLES
 from surgery.planning.renamed import renew_report
 from surgery.planning.speed import speed_dict
 from surgery.planning.targets import LinearTarget, Plan
@@ -118,7 +117,9 @@ def describe_structure(structure: dict[str, Any]) -> str:
     elif structure.get("rank") is not None and (structure["structure"] != "monarch" or structure["rank"] != 1):
         words.append(f"rank {structure['rank']}")
     if isinstance(structure.get("width"), int):
-        words.append(f"width {structure['width']}")
+        unit = structure.get("unit", 1)
+        sized = "width" if unit == 1 or structure["structure"] == "value_dims" else "groups"
+        words.append(f"{sized} {structure['width'] // unit}")
     if structure.get("order") == "strided":
         words.append("strided")
     return " ".join(words)
@@ -233,7 +234,8 @@ def macs_per_token(report: dict[str, Any], source: CheckpointSource) -> dict[str
     """Return multiply-accumulates per token of all linears, before and after; FLOPs are twice that.
 
     Attention scores, which depend on the context, are not counted. Of routed experts those count that compute a token.
-    None for models of remote code. The config may say the width of pruned MLPs already, so that its model has fewer.
+    None for models of remote code. The config may say the width of pruned MLPs and the heads of pruned attention
+    already, so that its model has fewer.
     """
     try:
         layout: ModelLayout = find_linears(describe_unconverted_model(source))
@@ -242,7 +244,7 @@ def macs_per_token(report: dict[str, Any], source: CheckpointSource) -> dict[str
     before = sum(linear.out * linear.in_ * linear.active for linear in layout.linears)
     sizes = {linear.path: linear.out * linear.in_ for linear in layout.linears}
     for record in report["modules"]:
-        if is_pruned(record["structure"]):
+        if is_narrowed(record["structure"]):
             before += record["macs_before"] - sum(sizes[path] for path in record_paths(record["name"]))
     change = report["totals"]["macs_after"] - report["totals"]["macs_before"]
     idle = {linear.path: 1 - linear.active for linear in layout.linears if linear.experts}
@@ -263,9 +265,9 @@ def report_linears(report: dict[str, Any], source: CheckpointSource) -> dict[str
         return None
     if report.get("storage") or any(linear.experts for linear in layout.linears):
         return None
-    records = [record for record in report["modules"] if not is_pruned(record["structure"])]
+    records = [record for record in report["modules"] if not is_narrowed(record["structure"])]
     replaced = Counter(json.dumps([r["structure"], r["shape"], r.get("outputs")]) for r in records)
-    widths = pruned_widths(report)
+    widths = _widths_to_apply(report, layout)
     paths = {path for record in report["modules"] for path in record_paths(record["name"])} - widths.keys()
     others = [
         (narrowed_shape(n, *widths.get(n.path, (0, 0))), "head" in n.roles)
@@ -282,31 +284,34 @@ def report_linears(report: dict[str, Any], source: CheckpointSource) -> dict[str
     }
 
 
-def pruned_widths(report: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Return (neurons before, neurons that stay) of each linear of a pruned MLP, by path."""
-    return {
-        path: (record["shape"][1], record["structure"]["width"])
-        for record in report["modules"]
-        if is_pruned(record["structure"])
-        for path in record_paths(record["name"])
-    }
-
-
-def narrowed_shape(linear: LinearInfo, neurons: int, width: int) -> tuple[int, int]:
-    """Return the shape (out, in) of a linear, in a pruned MLP with `width` of its neurons.
-
-    The linear may have it already, if the config says the width. neurons: 0 for other linears.
+def _widths_to_apply(report: dict[str, Any], layout: ModelLayout) -> dict[str, tuple[int, int]]:
+    """Return (columns before, columns that stay) of the last linear of each pruned MLP or attention, by the path of each
+    of its linears; equal numbers where the config says already what stays, so that the linears of `layout` have it.
     """
-    if not neurons or not set(linear.roles) & set(MLP_ROLES):
+    sizes = {linear.path: linear.in_ for linear in layout.linears}
+    widths: dict[str, tuple[int, int]] = {}
+    for record in report["modules"]:
+        if is_narrowed(record["structure"]):
+            paths = record_paths(record["name"])
+            widths |= dict.fromkeys(paths, (sizes[paths[-1]], record["structure"]["width"]))
+    return widths
+
+
+def narrowed_shape(linear: LinearInfo, before: int, width: int) -> tuple[int, int]:
+    """Return the shape (out, in) of a linear, in a pruned MLP or attention of whose `before` columns `width` stay.
+
+    before: 0 for other linears.
+    """
+    if not before:
         return linear.out, linear.in_
-    if "mlp.down" in linear.roles:
+    if set(linear.roles) & {"mlp.down", "attention.output"}:
         return linear.out, width
-    return width * len(linear.roles), linear.in_
+    return linear.out * width // before, linear.in_
 
 
 def _kind_of_structure(structure: dict[str, Any]) -> str:
     """Return a structure's description without its size, which differs from matrix to matrix."""
-    return re.split(" rank| width", describe_structure(structure))[0]
+    return re.split(" rank| width| groups", describe_structure(structure))[0]
 
 
 def inspect_rows(report: dict[str, Any]) -> list[dict[str, Any]]:

@@ -57,8 +57,8 @@ class MuP(NamedTuple):
 class StructureConfig:
     """Base of all structure configs. `name` is the value of `structure` in recipes and checkpoints.
 
-    rank None: the largest rank within the budget of the plan. of_mlp: whether it replaces the linears of an MLP
-    together, and not one matrix.
+    rank None: the largest rank within the budget of the plan. of_mlp: whether it replaces the linears of an MLP or
+    attention together, and not one matrix.
     """
 
     name: ClassVar[str]

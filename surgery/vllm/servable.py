@@ -91,10 +91,20 @@ def check_config(config: dict[str, Any], name: str) -> ServedTable:
                 "checkpoint that it was "
                 "made from, or use `transformers serve`"
             )
-        if is_pruned(entry) and entry.get("bias"):
+        if is_pruned(entry) and entry.get("bias") and not _is_of_attention(path):
             raise SurgeryError(
                 f"{name}, {path}: the MLPs have different widths, and vLLM's linears have biases of one width only. "
                 "Convert with width: uniform, or use `transformers serve`, or `surgery serve`, which chooses it"
+            )
+        if is_pruned(entry) and _is_of_attention(path):
+            raise SurgeryError(
+                f"{name}, {path}: the layers have different numbers of heads, which vLLM's classes have no place for. "
+                "Convert with groups: uniform, or use `transformers serve`, or `surgery serve`, which chooses it"
+            )
+        if entry.get("structure") == "value_dims":
+            raise SurgeryError(
+                f"{name}, {path}: values with fewer dims are not served by vLLM's plugin. Use `transformers serve`, or "
+                "`surgery serve`, which chooses it, or multiply them out by `surgery densify`"
             )
         if shares_basis(entry):
             raise SurgeryError(
@@ -109,6 +119,11 @@ def check_config(config: dict[str, Any], name: str) -> ServedTable:
     return ServedTable(
         modules, {path: check_mixer(mixer_config(entry), f"{name}, {path}") for path, entry in mixers.items()}
     )
+
+
+def _is_of_attention(path: str) -> bool:
+    """Return whether a linear is of attention, by the name of the module that it lies in: self_attn, attention, attn."""
+    return any(name in path.rpartition(".")[0].rpartition(".")[2].lower() for name in ("attn", "attention"))
 
 
 def check_mixer(config: MixerConfig, where: str) -> MixerConfig:

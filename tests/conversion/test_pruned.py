@@ -15,6 +15,7 @@ from helpers import killing
 from helpers.forked import run_processes
 from helpers.small import FAMILIES, make_recipe, model_outputs, relative, tiny_config, tiny_inputs
 from helpers.small_experts import write_experts
+from helpers.stock import STOCK
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -137,23 +138,6 @@ STOCK_FAMILIES = ("llama-tied", "gpt2", "gpt_neox", "phi3", "bert", "t5-gated")
 
 
 # -- ordinary checkpoints ---------------------------------------------------------------------------------------------
-STOCK = """
-import sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "surgery":
-            raise ImportError("surgery is blocked")
-sys.meta_path.insert(0, Blocked())
-import torch, transformers
-from safetensors.torch import load_file
-for folder in sys.argv[1:]:
-    name = transformers.AutoConfig.from_pretrained(folder).architectures[0]
-    model, info = getattr(transformers, name).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    assert not any(info.values()), info
-    with torch.inference_mode():
-        torch.save(model.eval()(**load_file(folder + "-inputs.safetensors"))[0], folder + "-outputs.pt")
-assert not any(name.partition(".")[0] == "surgery" for name in sys.modules)
-"""
 
 
 @pytest.mark.parametrize("families", [STOCK_FAMILIES[:1], pytest.param(STOCK_FAMILIES[1:], marks=pytest.mark.slow)])
@@ -344,7 +328,10 @@ def test_apply_equals_convert(family, rules, checkpoints, calibration, tmp_path)
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ({"rules": [{"match": "attention.*", "structure": "pruned"}]}, r"removes neurons of MLPs. Match mlp"),
+        (
+            {"rules": [{"match": "head", "structure": "pruned"}]},
+            r"removes neurons of MLPs and heads of attention. Match",
+        ),
         ({"rules": [{"match": "mlp.up", "structure": "pruned"}]}, r"need the same settings \(got .*low_rank keep 0.5"),
         ({"structure": "pruned", "rules": [{"match": "mlp.down", "keep": 0.7}]}, "need the same settings"),
         (
@@ -353,7 +340,10 @@ def test_apply_equals_convert(family, rules, checkpoints, calibration, tmp_path)
         ),
         ({"structure": "pruned", "width": 49}, "width must be from 1 to the 48 neurons of the MLP .got 49"),
         ({"structure": "pruned", "width": "wide"}, "width: write a whole number over 0, for example 768, or uniform"),
-        ({"structure": "auto", "candidates": ["pruned"]}, "candidates: pruned replaces the linears of an MLP together"),
+        (
+            {"structure": "auto", "candidates": ["pruned"]},
+            "candidates: pruned replaces the linears of an MLP or attention together",
+        ),
         ({**PRUNED, "width": "uniform", "rules": WIDTHS}, r"different shares \(keep 0.5, 0.8\)"),
     ],
 )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from surgery.core.errors import SurgeryError
 from surgery.structures import STRUCTURES, Metric, add_damping
-from surgery.structures.pruned import Pruned, PrunedLinear, neuron_scores
+from surgery.structures.pruned import Pruned, PrunedLinear, leading_units, neuron_scores, refit_columns
 
 LAWS = settings(max_examples=25, deadline=None)
 DIMS = st.sampled_from([(12, 40), (40, 24), (7, 33)])
@@ -108,3 +108,53 @@ def test_widths_are_multiples_and_errors_say_what_can_be_met():
     linear.columns = torch.tensor([0, 0, 5])
     with pytest.raises(SurgeryError, match="different numbers below 8 in ascending order"):
         linear.check_loaded()
+
+
+# -- units of columns: the heads of attention -------------------------------------------------------------------------
+UNITS = Pruned(multiple=4, unit=4)
+
+
+@LAWS
+@given(out=st.sampled_from([5, 12]), count=st.integers(2, 6), seed=SEEDS, how=st.sampled_from(["plain", "both"]))
+def test_each_step_removes_the_unit_that_raises_the_error_least(out, count, seed, how):
+    weight, both = problem(out, 4 * count, seed)
+    metric = both if how == "both" else Metric()
+    order = leading_units(weight, metric, 4).tolist()
+    assert sorted(order) == list(range(count))
+
+    def error(units: list[int]) -> float:
+        columns = torch.tensor([4 * u + i for u in sorted(units) for i in range(4)])
+        rest = weight.clone()
+        rest[:, columns] -= refit_columns(weight, columns, metric)
+        return metric.squared_norm(rest)
+
+    for left in range(count, 1, -1):
+        errors = {u: error([v for v in order[:left] if v != u]) for u in order[:left]}
+        assert errors[order[left - 1]] <= min(errors.values()) * (1 + 1e-6)
+
+
+@LAWS
+@given(count=st.integers(2, 6), seed=SEEDS)
+def test_the_curve_of_units_is_exact_and_falls(count, seed):
+    weight, metric = problem(12, 4 * count, seed)
+    curve = PrunedLinear.rank_error_curve(weight, UNITS, metric)
+    assert [config.width for config, _ in curve] == [4 * (n + 1) for n in range(count)]
+    errors = [error for _, error in curve]
+    assert errors == sorted(errors, reverse=True) and errors[-1] == 0
+    for config, error in curve:
+        linear = PrunedLinear.project(weight, config, metric)
+        assert (linear.columns.view(-1, 4)[:, 0] % 4 == 0).all(), "whole units"
+        expected = metric.squared_norm(weight - linear.dense())
+        assert error == pytest.approx(expected, rel=1e-7, abs=1e-9 * metric.squared_norm(weight))
+
+
+def test_budgets_of_units_and_what_can_be_met():
+    fit = PrunedLinear.fit
+    assert fit(UNITS, 10, 12, 10 * 11).width == 8 and fit(UNITS, 10, 12, 10 * 12).width == 12
+    assert UNITS.to_dict()["unit"] == 4 and "unit" not in Pruned().to_dict()
+    with pytest.raises(
+        SurgeryError, match=r"of which it has 3, and its budget covers 0.75. Raise keep to 0.334 or more"
+    ):
+        fit(UNITS, 10, 12, 10 * 3)
+    with pytest.raises(SurgeryError, match=r"groups must be from 1 to the 3 key/value heads .got 4"):
+        fit(Pruned(16, 4, 4), 10, 12, 10)

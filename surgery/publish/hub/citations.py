@@ -84,6 +84,7 @@ PAPERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "pivoted_low_rank": (ZHAO,),
         "pruned": (LIN, MURALIDHARAN, MA),
         "tensor_train": (OSELEDETS, QIU),
+        "value_dims": (LIN,),
     },
     "mixer": {
         "bilinear_btt": (KUANG,),

@@ -158,7 +158,7 @@ tokenizer = AutoTokenizer.from_pretrained("{repo}")
 
 """
     if is_ordinary:
-        return f"{code}It is an ordinary checkpoint: its MLPs have fewer neurons, which config.json says."
+        return f"{code}It is an ordinary checkpoint: its MLPs have fewer neurons, or its attention fewer heads, which config.json says."
     return f"""{code}Where surgery is installed, no program has to import it. A Python that was started before the installation, or without `.pth` files, needs
 `import surgery` first, or `trust_remote_code=True`, which executes two lines that import surgery. Without surgery, transformers cannot load the replaced weights. `surgery densify {repo} --out DENSE` converts structured linears back to
 dense ones, which transformers loads without it."""

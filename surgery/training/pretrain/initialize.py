@@ -38,7 +38,7 @@ from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module
 from surgery.planning.plan import make_plan
 from surgery.planning.recipe import ConversionRecipe
 from surgery.planning.targets import LinearTarget, Plan
-from surgery.planning.weights import joined_entries, pruned_entries, slice_name, table_entry
+from surgery.planning.weights import joined_entries, narrowed_entries, slice_name, table_entry
 from surgery.structures import StructuredLinear
 from surgery.structures.base import MuP
 from surgery.structures.call_scope import hold_groups
@@ -116,8 +116,7 @@ def _module_entries(targets: tuple[LinearTarget, ...]) -> Iterator[tuple[str, di
         return
     if targets[0].joined or targets[0].neurons:
         preview: Any = targets[0].preview
-        is_pruned = bool(targets[0].neurons)
-        entries = pruned_entries(targets[0], preview.width) if is_pruned else joined_entries(targets[0], preview)
+        entries = (narrowed_entries if targets[0].neurons else joined_entries)(targets[0], preview)
         for path, entry in entries.items():
             yield path, {**entry, **({"transposed": True} if linear.transposed else {})}
         return

@@ -1,0 +1,104 @@
+"""The config of a checkpoint whose pruned MLPs all have one width, or whose pruned attention has one number of heads:
+transformers' own keys for it, and no table entries.
+
+A checkpoint of which nothing else was replaced is then an ordinary one, which every program of the family loads. MLPs
+of several widths, attention of several numbers of heads, and families whose config does not say the number keep their
+table entries.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+from surgery.architectures.base import Architecture
+from surgery.architectures.linears import find_linears
+from surgery.architectures.towers import text_architecture
+from surgery.checkpoint.meta_model import MetaModel
+from surgery.checkpoint.model_classes import build_on_meta, model_class
+from surgery.core.errors import SurgeryError
+
+Config = dict[str, Any]
+Table = dict[str, dict[str, Any]]
+Shapes = dict[str, tuple[int, ...]]
+
+
+def with_pruned_sizes(config: Config, table: Table, meta_model: MetaModel) -> tuple[Config, Table]:
+    """Return (config, table): with the width of the pruned MLPs and the heads of the pruned attention in the config and
+    without their entries, if all have one width or number of heads; otherwise unchanged.
+
+    The config is used only if the model that transformers builds from it has the shapes of the result.
+    """
+    pruned = {path: spec for path, spec in table.items() if spec["structure"] == "pruned"}
+    architecture = text_architecture(meta_model.model)
+    if not pruned or architecture is None or meta_model.trust_remote_code:
+        return config, table
+    linears = {linear.path: linear for linear in find_linears(meta_model.model).linears}
+    shapes = _shapes(meta_model.model)
+    for kind, last in (("mlp", "mlp.down"), ("attention", "attention.output")):
+        entries = {path: spec for path, spec in pruned.items() if linears[path].roles[0].startswith(f"{kind}.")}
+        ends = [
+            (linears[path].in_, spec["in_features"]) for path, spec in entries.items() if last in linears[path].roles
+        ]
+        if len(set(ends)) != 1:
+            continue
+        expected = shapes | _entry_shapes(entries)
+        for candidate in _candidates(config, kind, *ends[0], architecture):
+            if _model_shapes(candidate, meta_model) == expected:
+                config, shapes = candidate, expected
+                table = {path: spec for path, spec in table.items() if path not in entries}
+                break
+    return config, table
+
+
+def _entry_shapes(entries: Table) -> Shapes:
+    shapes: Shapes = {}
+    for path, spec in entries.items():
+        sizes = (spec["out_features"], spec["in_features"])
+        shapes[f"{path}.weight"] = sizes[::-1] if spec.get("transposed") else sizes
+        if spec["bias"]:
+            shapes[f"{path}.bias"] = sizes[:1]
+    return shapes
+
+
+def _candidates(config: Config, kind: str, before: int, after: int, architecture: Architecture) -> Iterator[Config]:
+    """Yield the config with other sizes: in the config itself, and in each part that has the keys. before, after:
+    columns of `down` or of the output projection.
+    """
+    key = architecture.mlp_width if kind == "mlp" else "num_attention_heads"
+    for part in ("", *(name for name, value in config.items() if isinstance(value, dict) and key in value)):
+        candidate = copy.deepcopy(config)
+        sizes: Config = candidate[part] if part else candidate
+        changed = {key: after} if kind == "mlp" else _with_heads(sizes, Fraction(after, before), before)
+        if changed:
+            sizes.update(changed)
+            yield candidate
+
+
+def _with_heads(sizes: Config, share: Fraction, width: int) -> Config:
+    """Return the keys of a config with a share of the heads, the head dimension written out; {} if the config lacks the
+    number of heads. width: of the outputs of all heads.
+    """
+    heads = sizes.get("num_attention_heads")
+    if type(heads) is not int or heads < 1:
+        return {}
+    keys = [name for name in ("num_attention_heads", "num_key_value_heads") if type(sizes.get(name)) is int]
+    counts = {name: sizes[name] * share for name in keys}
+    if any(count.denominator > 1 for count in counts.values()):
+        return {}
+    return {**{name: int(count) for name, count in counts.items()}, "head_dim": width // heads}
+
+
+def _model_shapes(config: Config, meta_model: MetaModel) -> Shapes | None:
+    """Return the shapes of the model of a config, None if it cannot be built: the keys have another meaning there."""
+    try:
+        settings = type(meta_model.config).from_dict(copy.deepcopy(config))
+        return _shapes(build_on_meta(model_class(settings), settings, meta_model.source.name))
+    except SurgeryError:
+        return None
+
+
+def _shapes(model: Any) -> Shapes:
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
