@@ -12,11 +12,13 @@ from typing import Any
 
 from torch import nn
 
+from surgery.architectures.experts import split_experts
 from surgery.architectures.towers import text_architecture
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.model_classes import build_on_meta, model_class
 from surgery.core.errors import SurgeryError
 
+SHARED_WIDTH = "shared_expert_intermediate_size"  # of shared experts (Qwen2-MoE, Qwen3-Next)
 Table = dict[str, dict[str, Any]]
 Shapes = dict[str, tuple[int, ...]]
 
@@ -43,6 +45,7 @@ def with_mlp_width(config: dict[str, Any], table: Table, meta_model: MetaModel) 
             model = build_on_meta(model_class(settings), settings, meta_model.source.name)
         except SurgeryError:  # the key has another meaning in this part of the config
             continue
+        split_experts(model)
         if _shapes(model) == expected:
             return candidate, {path: spec for path, spec in table.items() if path not in pruned}
     return config, table
@@ -56,15 +59,18 @@ def _is_narrowed(linear: nn.Module, spec: dict[str, Any]) -> bool:
 
 
 def _configs_with_width(config: dict[str, Any], width: int, meta_model: MetaModel) -> Iterator[dict[str, Any]]:
-    """Yield the config with another width of the MLPs: in the config itself, and in each part that has the key."""
+    """Yield the config with another width of the MLPs, or of shared experts: in the config itself, and in each part that
+    has the key.
+    """
     architecture = text_architecture(meta_model.model)
     if architecture is None:
         return
-    parts = [name for name, value in config.items() if isinstance(value, dict) and architecture.mlp_width in value]
-    for part in ("", *parts):
-        candidate = copy.deepcopy(config)
-        (candidate[part] if part else candidate)[architecture.mlp_width] = width
-        yield candidate
+    for key in (architecture.mlp_width, SHARED_WIDTH):
+        parts = [name for name, value in config.items() if isinstance(value, dict) and key in value]
+        for part in ("", *parts):
+            candidate = copy.deepcopy(config)
+            (candidate[part] if part else candidate)[key] = width
+            yield candidate
 
 
 def _shapes(model: Any) -> Shapes:
