@@ -8,6 +8,7 @@ https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/core_m
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -139,7 +140,8 @@ def load_config(source: CheckpointSource, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
+        return config if source.whole is None else type(config).from_dict(copy.deepcopy(source.config))
     except Exception as error:  # a config from the Hub can fail in any way
         check_environment(error)
         raise SurgeryError(

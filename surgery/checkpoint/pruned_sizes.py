@@ -14,12 +14,14 @@ from fractions import Fraction
 from typing import Any
 
 from surgery.architectures.base import Architecture
+from surgery.architectures.experts import split_experts
 from surgery.architectures.linears import find_linears
 from surgery.architectures.towers import text_architecture
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.model_classes import build_on_meta, model_class
 from surgery.core.errors import SurgeryError
 
+SHARED_WIDTH = "shared_expert_intermediate_size"  # of shared experts (Qwen2-MoE, Qwen3-Next)
 Config = dict[str, Any]
 Table = dict[str, dict[str, Any]]
 Shapes = dict[str, tuple[int, ...]]
@@ -67,14 +69,14 @@ def _candidates(config: Config, kind: str, before: int, after: int, architecture
     """Yield the config with other sizes: in the config itself, and in each part that has the keys. before, after:
     columns of `down` or of the output projection.
     """
-    key = architecture.mlp_width if kind == "mlp" else "num_attention_heads"
-    for part in ("", *(name for name, value in config.items() if isinstance(value, dict) and key in value)):
-        candidate = copy.deepcopy(config)
-        sizes: Config = candidate[part] if part else candidate
-        changed = {key: after} if kind == "mlp" else _with_heads(sizes, Fraction(after, before), before)
-        if changed:
-            sizes.update(changed)
-            yield candidate
+    for key in (architecture.mlp_width, SHARED_WIDTH) if kind == "mlp" else ("num_attention_heads",):
+        for part in ("", *(name for name, value in config.items() if isinstance(value, dict) and key in value)):
+            candidate = copy.deepcopy(config)
+            sizes: Config = candidate[part] if part else candidate
+            changed = {key: after} if kind == "mlp" else _with_heads(sizes, Fraction(after, before), before)
+            if changed:
+                sizes.update(changed)
+                yield candidate
 
 
 def _with_heads(sizes: Config, share: Fraction, width: int) -> Config:
@@ -95,9 +97,11 @@ def _model_shapes(config: Config, meta_model: MetaModel) -> Shapes | None:
     """Return the shapes of the model of a config, None if it cannot be built: the keys have another meaning there."""
     try:
         settings = type(meta_model.config).from_dict(copy.deepcopy(config))
-        return _shapes(build_on_meta(model_class(settings), settings, meta_model.source.name))
+        model = build_on_meta(model_class(settings), settings, meta_model.source.name)
     except SurgeryError:
         return None
+    split_experts(model)
+    return _shapes(model)
 
 
 def _shapes(model: Any) -> Shapes:

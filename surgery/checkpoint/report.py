@@ -187,6 +187,25 @@ class HeldOutReport(ReportModel):
     tokens: Count = 0
 
 
+class DepthReport(ReportModel):
+    """The layers that were removed (surgery.conversion.depth).
+
+    layers: their number before. removed: numbers of the removed ones, from 0. macs: multiply-accumulates per token of
+    their linears. angle: d of the block, in [0, 1]. candidates: held-out loss without each block that was tried, by its
+    first layer. held_out: score of the model without them. refit: path of the linear that was fitted again, in the model
+    with all layers; without_refit: the held-out loss without that.
+    """
+
+    layers: Count
+    removed: list[Count]
+    macs: Count
+    angle: Number = None
+    candidates: dict[str, Number] = {}
+    held_out: HeldOutReport | None = None
+    refit: Text | None = None
+    without_refit: Number = None
+
+
 class TotalsReport(ReportModel):
     """Parameters, bytes and multiply-accumulates per token, of the replaced weights and of the whole checkpoint."""
 
@@ -291,6 +310,7 @@ class Report(ReportModel):
     mixers: list[MixerReport] = []
     time: TimeReport
     memory: MemoryReport
+    depth: DepthReport | None = None
     hybrid: HybridReport | None = None
     tune: TuneReport | None = None
     speed: SpeedReport | None = None

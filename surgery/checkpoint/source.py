@@ -43,7 +43,8 @@ class CheckpointSource:
     """A checkpoint.
 
     name: as given by the user. folder: its files. config: config.json. tensors: their locations by name. revision: the
-    Hub commit, None for a local folder.
+    Hub commit, None for a local folder. whole: the checkpoint with all layers, if this one has some of them
+    (surgery/checkpoint/fewer_layers.py); its config then differs from the folder's.
     """
 
     name: str
@@ -51,6 +52,12 @@ class CheckpointSource:
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     revision: str | None = None
+    whole: CheckpointSource | None = None
+
+    @property
+    def original(self) -> CheckpointSource:
+        """The checkpoint as it is stored, with all layers."""
+        return self.whole or self
 
     def fingerprint(self) -> str:
         """Return a SHA-256 over the config, the tensor headers, and the first and last 4 KB of each tensor."""

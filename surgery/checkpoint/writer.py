@@ -55,6 +55,7 @@ WORK_FILES = (
     "gates/*.safetensors",
     "fitted/*.safetensors",
     "generated.safetensors",
+    "depth.safetensors",
     "generated-*.safetensors",
     "hidden-*",
     "pieces/",
@@ -151,13 +152,13 @@ def converted_config(
 ) -> dict[str, Any]:
     """Return the source's config with the table of replacements, and with the model's class if the source names none.
 
-    Replacing the head or the embedding unties them. Pruned MLPs of one width and pruned attention of one number of
-    heads are in the config alone, and without other replacements there is no table.
+    Replacing the head or the embedding unties them. Pruned MLPs of one width, pruned attention of one number of heads
+    and fewer layers are in the config alone, and without other replacements there is no table.
     """
     architectures = meta_model.config.architectures
     named = {} if source.config.get("architectures") or not architectures else {"architectures": architectures}
     plain, rest = with_pruned_sizes({**source.config, **named}, table, meta_model)
-    if table and not rest and not mixers:
+    if not rest and not mixers and (table or source.whole is not None):
         return plain
     table = rest
     config = {**plain, "quantization_config": quantization_table(table, mixers, meta_model.unused)}

@@ -19,10 +19,12 @@ from torch import Tensor
 
 from surgery.calibration.data import CalibrationSet
 from surgery.calibration.layer_runner import LayerRunner
+from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.report import report_errors
 from surgery.checkpoint.safetensors_io import DTYPES, TensorInfo, TensorSource
 from surgery.conversion.choices import allocation_lines
 from surgery.conversion.context import NON_LAYER, ConversionContext
+from surgery.conversion.depth import remove_layers
 from surgery.conversion.generated import generated_rows, with_generated_rows
 from surgery.conversion.layer_shards import select_valid_entries
 from surgery.conversion.norms import layer_norms_and_biases, outer_norms
@@ -41,6 +43,8 @@ from surgery.core.distributed import DistContext, init_distributed, local_device
 from surgery.core.files import REPORT_NAME, explain_disk_errors
 from surgery.core.journal import Journal
 from surgery.core.progress import Progress, Tick
+from surgery.planning.depth import shortened
+from surgery.planning.plan import make_plan, with_depth
 from surgery.planning.recipe import ConversionRecipe, TuneRecipe
 from surgery.planning.speed import with_structures
 from surgery.planning.targets import Plan
@@ -113,6 +117,7 @@ class Conversion:
         self.calibration: CalibrationInputs | None = None
         self.text_score: TextScore | None = None
         self.seconds: dict[str, float] = {}
+        self.depth: dict[str, Any] | None = None
 
     def run(self, began: float | None = None) -> dict[str, Any]:
         """Convert, deliver the result to the sink, and return the report. began: `time.perf_counter()` at the start of
@@ -144,22 +149,30 @@ class Conversion:
             self.on_plan(plan)
         device = choose_device(self.device)
         with sink.open(model, plan, samples) as journal, fast_float32_matmul(device):
-            work_dir, layout = journal.folder, plan.layout
-            runner = LayerRunner(model, layout.layers, layout.head, device, scratch=work_dir, ranks=self.dist)
-            if samples is not None:
-                runner.packed = samples.packed
-                reached, runner = source.keep_reached(plan, runner, samples)
-                for note in reached.notes[len(plan.notes) :]:
-                    self.progress.say(f"warning: {note}")
-                plan = reached
-            self.ctx = ConversionContext(
-                model, plan, plan.recipe, samples, runner, work_dir, self.dist, device, self.progress
-            )
             self.journal = journal
+            if plan.depth is not None:  # first, the model with all layers is measured
+                plan = replace(plan, layout=plan.depth.layout)
+                journal.keep(select_valid_entries(journal.entries, plan))
+                plan = replace(plan, targets={}, pruned_targets={}, attention_targets={})
+            self.ctx = self._context(model, plan, samples, device)
             report = self._run_steps(began)
         for note in sink.closing_notes(model):
             self.progress.say_last(f"note: {note}")
         return report
+
+    def _context(
+        self, model: MetaModel, plan: Plan, samples: CalibrationSet | None, device: torch.device
+    ) -> ConversionContext:
+        """Return the context of a model and its plan, from which linears are removed that no input reaches."""
+        work_dir, layout = self.journal.folder, plan.layout
+        runner = LayerRunner(model, layout.layers, layout.head, device, scratch=work_dir, ranks=self.dist)
+        if samples is not None:
+            runner.packed = samples.packed
+            reached, runner = self.source.keep_reached(plan, runner, samples)
+            for note in reached.notes[len(plan.notes) :]:
+                self.progress.say(f"warning: {note}")
+            plan = reached
+        return ConversionContext(model, plan, plan.recipe, samples, runner, work_dir, self.dist, device, self.progress)
 
     @property
     def tune(self) -> TuneRecipe:
@@ -171,11 +184,13 @@ class Conversion:
         self.ctx.shards_dir.mkdir(exist_ok=True)
         self.seconds["start"] = round(time.perf_counter() - began, 3)  # imports, the plan and reading the text
         torch.manual_seed(self.ctx.recipe.seed)
-        self.journal.keep(select_valid_entries(self.journal.entries, self.ctx.plan))
-        self._use_chosen_plan()
+        if self.ctx.plan.depth is None:
+            self.journal.keep(select_valid_entries(self.journal.entries, self.ctx.plan))
+            self._use_chosen_plan()
         with self._timer("text check"):
             self._check_text()
         self._generate_text()
+        self._remove_layers()
         for warning in short_text_warnings(self.ctx):
             self.progress.say(f"warning: {warning}")
         hybrid = self._resolve_attention()
@@ -206,6 +221,20 @@ class Conversion:
             rows_NT = generated_rows(self.ctx, self.journal, self.source.original)
         self.ctx = replace(self.ctx, data=with_generated_rows(self.ctx.data, rows_NT))
 
+    def _remove_layers(self) -> None:
+        """Choose the layers that `depth` removes, and go on with the model without them."""
+        ctx, depth = self.ctx, self.ctx.plan.depth
+        if depth is None:
+            return
+        with self._timer("depth"):
+            removed = remove_layers(ctx, self.journal)
+        self.depth, depth = removed.record, depth.with_kept(removed.kept)
+        model = shortened(ctx.model, depth, removed.replaced)
+        plan = with_depth(make_plan(model, ctx.recipe), depth)
+        self.ctx = self._context(model, plan, ctx.data, ctx.device)
+        self.journal.keep(select_valid_entries(self.journal.entries, self.ctx.plan))
+        self._use_chosen_plan()
+
     def _write_result(self, hybrid: dict[str, Any] | None, began: float) -> dict[str, Any]:
         """Let the sink assemble the layers, and return the report."""
         entries = []
@@ -217,7 +246,7 @@ class Conversion:
             stored = self.sink.write_model(self.ctx, entries)
         seconds = {**self.seconds, "total": round(time.perf_counter() - began, 3)}
         hint, score = self.source.calibration_hint, self.text_score
-        inputs = ReportInputs(entries, stored, hybrid, seconds, hint, score, self._text_warnings())
+        inputs = ReportInputs(entries, stored, hybrid, seconds, hint, score, self._text_warnings(), self.depth)
         with report_errors(str(self.ctx.work_dir / REPORT_NAME)):
             report = conversion_report(self.ctx, inputs).to_dict()
         for record in report["modules"]:
@@ -274,7 +303,7 @@ class Conversion:
         """
         layers = self.ctx.plan.layout.layers
         with self._timer("layers"), self.progress.bar("converting layers", len(layers)) as tick:
-            if self.ctx.data is None:
+            if self.ctx.data is None or not self._replaces:
                 score, head = None, self._convert_data_free(budgets, tick)
             else:
                 held_out, head = self._convert_calibrated(budgets, tick)
@@ -284,6 +313,11 @@ class Conversion:
             if self.dist.main:
                 tensors = self._layer_tensors(NON_LAYER, head)
                 self._store_layer(NON_LAYER, tensors, head, held_out=score, allocation=allocation)
+
+    @property
+    def _replaces(self) -> bool:
+        """Whether the plan replaces anything; a recipe may remove layers only."""
+        return bool(self.ctx.plan.targets or self.ctx.plan.attention_targets)
 
     def _convert_calibrated(self, budgets: dict[str, float], tick: Tick) -> tuple[HeldOutScore, LayerReplacement]:
         """Convert every layer and the head; the sink has those that are finished."""

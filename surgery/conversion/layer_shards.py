@@ -22,6 +22,7 @@ from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.report import (
     AllocationReport,
     Count,
+    DepthReport,
     HeldOutReport,
     HybridReport,
     MixerReport,
@@ -88,6 +89,11 @@ class _GeneratedEntry(ReportModel):
     sha256: str
 
 
+class _DepthEntry(ReportModel):
+    record: DepthReport
+    sha256: str
+
+
 class _RestoredEntry(ReportModel):
     round: Count
     given: list[str]
@@ -118,6 +124,7 @@ ENTRY_MODELS: dict[str, type[ReportModel]] = {
     "hybrid": _HybridEntry,
     "aligned": _AlignedEntry,
     "generated": _GeneratedEntry,
+    "depth": _DepthEntry,
     "restored": _RestoredEntry,
     "arranged": _MixerChoicesEntry,
     "fitted": _ShardEntry,
@@ -314,6 +321,10 @@ def _agrees_with_plan(entry: dict[str, Any], plan: Plan) -> bool:
     if entry["step"] == "budgets":
         names = set(entry["budgets"])
         return any(names == one.target_names() for one in plan.contenders().values()) and _meets_target(entry, plan)
+    if entry["step"] == "depth":
+        planned, record = plan.depth, entry["record"]
+        fits = planned is not None and record["layers"] == planned.stack.count
+        return fits and len(record["removed"]) == len(planned.removed)  # type: ignore[union-attr]
     if entry["step"] == "hybrid":
         return set(entry["told"]["softmax"]) <= set(plan.attention_targets) and _names_heads(entry["told"], plan)
     if entry["step"] == "piece":

@@ -105,6 +105,11 @@ class LiveSource:
 
         For a module that is not of transformers, rules match the paths that the module has.
         """
+        if recipe.depth is not None:
+            raise SurgeryError(
+                f"depth removes layers of a checkpoint, not of a model in memory (got a {type(self.model).__name__}). "
+                "Save it (save_pretrained), and give its folder to surgery.convert"
+            )
         recipe, skipped = self._without_tuning(recipe)
         with self.naming_modules():
             plan = make_plan(self.meta_model, _prefixed_rules(recipe, self.prefix))

@@ -14,6 +14,7 @@ import torch
 from surgery.checkpoint.report import (
     AllocationReport,
     CalibrationReport,
+    DepthReport,
     HeldOutReport,
     HybridReport,
     MemoryReport,
@@ -44,7 +45,7 @@ class ReportInputs:
 
     entries: the journal's entries of all layers, NON_LAYER last. stored: the tensors of the result. hybrid: the entry
     of the choice of layers that keep softmax. seconds: of each step, with their total. calibration_hint: see Source.
-    text_score, text_warnings: of the calibration text.
+    text_score, text_warnings: of the calibration text. depth: the entry of the layers that were removed.
     """
 
     entries: Sequence[dict[str, Any]]
@@ -54,13 +55,14 @@ class ReportInputs:
     calibration_hint: str
     text_score: TextScore | None
     text_warnings: list[str]
+    depth: dict[str, Any] | None = None
 
 
 def conversion_report(ctx: ConversionContext, inputs: ReportInputs) -> Report:
     """Return the report of a conversion. Raises pydantic's ValidationError for entries of a damaged journal."""
     import transformers
 
-    entries, source, non_layer = inputs.entries, ctx.model.source, inputs.entries[-1]
+    entries, source, non_layer = inputs.entries, ctx.model.source.original, inputs.entries[-1]
     records = [record for entry in entries for record in entry["records"]]
     unsplit = [targets[0] for targets in ctx.plan.targets.values() if targets[0].part is None]
     unreached: dict[str, Any] = {"unreached": list(ctx.plan.unreached)} if ctx.plan.unreached else {}
@@ -68,6 +70,8 @@ def conversion_report(ctx: ConversionContext, inputs: ReportInputs) -> Report:
     speed: dict[str, Any] = {} if timed is None else {"speed": SpeedReport.model_validate(timed)}
     refits = {target.name for target in unsplit if not target.configs}  # dense before and after
     replaced = [record for record in records if record["name"] not in refits]
+    removed: dict[str, Any] = {} if inputs.depth is None else {"depth": DepthReport.model_validate(inputs.depth)}
+    held_out = _held_out(inputs)
     return Report(
         surgery=__version__,
         versions={
@@ -82,10 +86,11 @@ def conversion_report(ctx: ConversionContext, inputs: ReportInputs) -> Report:
         notes=[*ctx.plan.notes, *uncalibrated_warnings(ctx, inputs.calibration_hint), *short_text_warnings(ctx)],
         **unreached,
         **speed,
+        **removed,
         companions=[path.as_posix() for path in source.companions()],
         calibration=_calibration_report(ctx, inputs),
         allocation=AllocationReport.model_validate(non_layer["allocation"]),
-        held_out=None if non_layer["held_out"] is None else HeldOutReport.model_validate(non_layer["held_out"]),
+        held_out=None if held_out is None else HeldOutReport.model_validate(held_out),
         totals=TotalsReport.model_validate(totals(replaced, source, inputs.stored)),
         modules=[ModuleReport.model_validate(record) for record in records],
         mixers=[MixerReport.model_validate(r) for entry in entries for r in entry.get("mixer_records", [])],
@@ -104,6 +109,15 @@ def conversion_report(ctx: ConversionContext, inputs: ReportInputs) -> Report:
         hybrid=None if inputs.hybrid is None else HybridReport.model_validate(inputs.hybrid),
         tune=_tune_report(ctx, entries),
     )
+
+
+def _held_out(inputs: ReportInputs) -> dict[str, Any] | None:
+    """Return the score on held-out samples, where the original has all layers."""
+    score: dict[str, Any] | None = inputs.entries[-1]["held_out"]
+    removal: dict[str, Any] | None = (inputs.depth or {}).get("held_out")
+    if score is None or removal is None:
+        return score or removal
+    return {**score, "original": removal["original"], "difference_se": None}
 
 
 def _tune_report(ctx: ConversionContext, entries: Sequence[dict[str, Any]]) -> TuneReport | None:

@@ -38,6 +38,7 @@ from surgery.checkpoint.writer import (
     write_checkpoint,
 )
 from surgery.conversion.context import ConversionContext
+from surgery.conversion.depth import DEPTH_NAME
 from surgery.conversion.generated import GENERATED_NAME, PART_NAME
 from surgery.conversion.layer_shards import LayerShards
 from surgery.conversion.output import Output
@@ -216,7 +217,7 @@ class FolderSink:
         write_json(work_dir / REPORT_NAME, report)
         for folder in (ctx.shards_dir, ctx.fitted_dir, ctx.grams_dir, ctx.aligned_dir):
             shutil.rmtree(folder, ignore_errors=True)
-        for file in (work_dir / GENERATED_NAME, *work_dir.glob(PART_NAME.format("*"))):
+        for file in (work_dir / GENERATED_NAME, work_dir / DEPTH_NAME, *work_dir.glob(PART_NAME.format("*"))):
             file.unlink(missing_ok=True)
         check_no_unknown_files(work_dir, {*WORK_FILES, *map(glob.escape, self.delivered)}, Interrupted)
         open_converted_checkpoint(str(work_dir))

@@ -25,6 +25,7 @@ from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.registry import validate_config
 from surgery.mixers.softmax import describe_softmax
 from surgery.planning.attention_plan import find_attention_targets, softmax_shapes
+from surgery.planning.depth import DepthPlan, plan_depth, shortened
 from surgery.planning.joined import check_joins, group_by_input
 from surgery.planning.pruned_heads import find_pruned_attention, find_values
 from surgery.planning.pruned_mlps import Mlp, check_sizes_of_rules, find_pruned_mlps, is_pruned, prunable_mlps
@@ -38,12 +39,17 @@ from surgery.structures import STRUCTURES, StructureConfig
 def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
     """Return the plan of a recipe for a model.
 
+    With `depth`, the plan is that of the model without the layers that are removed.
+
     Raises SurgeryError if a pattern matches no module, a structure cannot tile its matrix, or nothing is replaced.
     """
     whole = find_linears(meta_model.model)
     model_type = meta_model.config.model_type
     selected = select_towers(meta_model.model, whole.towers.values(), recipe.towers)
     layout = replace(whole, layers=tuple(path for path in whole.layers if whole.towers[path] in selected))
+    if recipe.depth is not None and meta_model.source.whole is None:
+        depth = plan_depth(recipe.depth, meta_model, layout)
+        return with_depth(make_plan(shortened(meta_model, depth), recipe), depth)
     _check_patterns(recipe, layout, model_type)
     _check_grouped_heads(meta_model.config, layout)
     _check_continues_text(recipe, meta_model.config)
@@ -101,7 +107,8 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
             _check_reachable(linear, layout)
             _check_dtypes(meta_model, linear_targets[0])
             targets[linear.path] = linear_targets
-    if not attention_targets and not any(target.configs for slices in targets.values() for target in slices):
+    replaces = attention_targets or any(target.configs for slices in targets.values() for target in slices)
+    if not replaces and recipe.depth is None:
         raise SurgeryError(
             "plan: the recipe replaces nothing; give a structure other than dense and keep below 1, or attention: a "
             "mixer"
@@ -147,6 +154,11 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
         dtype=meta_model.source.dtype,
         pruned_targets=pruned_targets,
     )
+
+
+def with_depth(plan: Plan, depth: DepthPlan) -> Plan:
+    """Return the plan of a model without layers, with those that are removed and a note about them."""
+    return replace(plan, depth=depth, notes=(depth.note(), *plan.notes))
 
 
 def _rounding_note(multiple: int, targets: dict[str, tuple[LinearTarget, ...]]) -> str:

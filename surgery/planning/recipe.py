@@ -12,6 +12,7 @@ rules:                # later rules win; match: a role or a path, with * and ?
   - {match: "attention.*", share: input}    # one matrix for query, key and value, see joined.py
   - {match: "mlp.*", structure: pruned}     # fewer neurons, see pruned_mlps.py; width: 768, or uniform: one for all layers
   - {match: "attention.*", structure: pruned}     # fewer heads, see pruned_heads.py; groups: 4, or uniform
+depth: {drop: 8}      # fewer layers, see depth_recipe.py; all other keys are of the model without them
 attention: {mixer: linear, mask: decay}    # see attention_recipe.py
 tune: {model: 20}     # epochs of training on the calibration text after the fit
 
@@ -31,6 +32,7 @@ from surgery.architectures import ROLES
 from surgery.core.config import MAX_BYTES, check_layer_range, is_layer_selected, read_yaml
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.planning.attention_recipe import AttentionRecipe
+from surgery.planning.depth_recipe import DepthRecipe
 from surgery.planning.renamed import OLD_HEALING_RECIPES, renew_override, renew_recipe, warn_renamed
 from surgery.planning.speed_recipe import SpeedRecipe
 from surgery.structures import STRUCTURES
@@ -180,6 +182,7 @@ class ConversionRecipe(_StrictModel):
     fused: Literal["whole", "split"] = "whole"
     share: Sharing = "none"
     rules: tuple[Rule, ...] = ()
+    depth: DepthRecipe | None = None
     attention: AttentionRecipe | None = None
     candidates: tuple[str, ...] = ("low_rank", "pivoted_low_rank", "btt", "monarch")
 

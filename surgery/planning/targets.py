@@ -15,6 +15,7 @@ import torch
 from surgery.architectures.linears import LinearInfo, ModelLayout
 from surgery.mixers import AttentionShape
 from surgery.planning.attention_plan import AttentionTarget, keep_heads
+from surgery.planning.depth import DepthPlan
 from surgery.planning.recipe import SIZE_KEYS, ConversionRecipe, is_given
 from surgery.structures import STRUCTURES, StructureConfig, StructuredLinear
 
@@ -225,7 +226,8 @@ class Plan:
     the calibration inputs do not reach them. model_params: parameters of the whole model, a tied pair counted once.
     untied_params: those that are stored twice after the conversion, because a tied weight is replaced. time: what the
     replaced linears may take, with `speed`. dtype: in which the model loads. pruned_targets: what a trial on held-out
-    text compares with `targets`: the same with MLPs of fewer neurons; {} if there is nothing to compare.
+    text compares with `targets`: the same with MLPs of fewer neurons; {} if there is nothing to compare. depth: the
+    layers that are removed first, with `depth`; all else is then of the model without them.
     """
 
     source: str
@@ -241,6 +243,7 @@ class Plan:
     untied_params: int = 0
     time: TimeTarget | None = None
     dtype: torch.dtype = torch.bfloat16
+    depth: DepthPlan | None = None
     pruned_targets: dict[str, tuple[LinearTarget, ...]] = field(default_factory=dict)
 
     def contenders(self) -> dict[str, Plan]:
@@ -325,12 +328,18 @@ class Plan:
         before = [t.numel for t in targets]
         totals = {"modules": len(targets), "params_before": sum(before), "params_after": sum(after)}
         change = sum(after) - sum(before) + self.untied_params
-        totals |= {"model_before": self.model_params, "model_after": self.model_params + change}
-        routed = [linear for linear in self.layout.linears if linear.experts]
-        if routed:
-            idle = sum(linear.out * linear.in_ * (1 - linear.active) for linear in routed)
+        whole, layout = (
+            (self.model_params, self.layout) if self.depth is None else (self.depth.params, self.depth.layout)
+        )
+        totals |= {"model_before": whole, "model_after": self.model_params + change}
+        if any(linear.experts for linear in self.layout.linears):
             saved = sum((a - b) * t.linear.active for t, a, b in zip(targets, after, before)) + self.untied_params
             saved += sum(t.basis_params() * (1 - t.linear.active) for t in targets)  # every token reads a shared basis
-            active = self.model_params - idle
-            totals |= {"active_before": round(active), "active_after": round(active + saved)}
+            active = self.model_params - _idle_params(self.layout)
+            totals |= {"active_before": round(whole - _idle_params(layout)), "active_after": round(active + saved)}
         return totals
+
+
+def _idle_params(layout: ModelLayout) -> float:
+    """Return the parameters of experts that a token does not reach, on average."""
+    return sum(linear.out * linear.in_ * (1 - linear.active) for linear in layout.linears if linear.experts)

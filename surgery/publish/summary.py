@@ -247,9 +247,10 @@ def macs_per_token(report: dict[str, Any], source: CheckpointSource) -> dict[str
         if is_narrowed(record["structure"]):
             before += record["macs_before"] - sum(sizes[path] for path in record_paths(record["name"]))
     change = report["totals"]["macs_after"] - report["totals"]["macs_before"]
+    removed = report.get("depth", {}).get("macs", 0)
     idle = {linear.path: 1 - linear.active for linear in layout.linears if linear.experts}
     change -= sum((r["macs_after"] - r["macs_before"]) * idle.get(r["name"], 0) for r in report["modules"])
-    return {"before": round(before), "after": round(before + change)}
+    return {"before": round(before + removed), "after": round(before + change)}
 
 
 def report_linears(report: dict[str, Any], source: CheckpointSource) -> dict[str, Any] | None:

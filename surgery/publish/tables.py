@@ -14,6 +14,7 @@ from rich.text import Text
 from surgery.conversion.choices import allocation_lines, hybrid_lines, initialization_lines
 from surgery.core.files import size_text
 from surgery.core.tables import format_count, format_tokens, new_table
+from surgery.planning.depth import number_ranges
 from surgery.publish.ratios import before_storage, format_ratio, perplexity_ratio
 from surgery.publish.summary import NOT_REPLACED, describe_structure, inspect_rows, is_behind_mixer, is_dense
 
@@ -72,7 +73,7 @@ def plan_table(plan: dict[str, Any]) -> list[Any]:
             "with rank"
         )
     linears = [table, *lines] if total["modules"] else []
-    if mixers and not linears:
+    if not linears:
         mixers = [f"{escape(plan['source'])} ({plan['model_type']})", *mixers, *whole]
     return [*linears, *mixers, *tuning_lines(plan.get("tune")), *(f"note: {note}" for note in plan["notes"])]
 
@@ -299,7 +300,24 @@ def inspect_table(report: dict[str, Any]) -> list[Any]:
         *toeplitz_lines(report.get("toeplitzness")),
         *tune_lines(report.get("tune")),
     ]
-    return [*linears, *structure_lines(report), *mixers, *_total_lines(report)]
+    return [*linears, *structure_lines(report), *depth_lines(report), *mixers, *_total_lines(report)]
+
+
+def depth_lines(report: dict[str, Any]) -> list[str]:
+    """Return lines on the layers that were removed: which, how they were chosen, and the linear that was fitted again."""
+    if not (depth := report.get("depth")):
+        return []
+    lines = [f"{len(depth['removed'])} of {depth['layers']} layers removed: {number_ranges(depth['removed'])}"]
+    if tried := depth.get("candidates"):
+        losses = ", ".join(f"from {first}: {_format_error(loss, 3)}" for first, loss in tried.items())
+        lines[0] += f"; held-out loss of each block that was tried: {losses}"
+    if depth.get("refit"):
+        loss = depth["held_out"]["converted"]
+        lines.append(
+            f"{escape(depth['refit'])} was fitted again to what these layers added: held-out loss "
+            f"{_format_error(depth['without_refit'], 3)} -> {_format_error(loss, 3)}"
+        )
+    return lines
 
 
 def structure_lines(report: dict[str, Any]) -> list[str]:
@@ -342,6 +360,7 @@ STEPS = {
     "start": "start",
     "text check": "check of the text",
     "generate": "sampling text",
+    "depth": "choice of layers",
     "attention": "choices about attention",
     "budgets": "allocation",
     "layers": "layers",

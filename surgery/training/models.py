@@ -90,12 +90,23 @@ def load_student(source: CheckpointSource, trust_remote_code: bool = False, *, o
     return student.requires_grad_(False)
 
 
-def pruned_linears(source: CheckpointSource) -> list[str]:
-    """Return the paths of the linears of pruned MLPs, from the report, which an ordinary checkpoint has too."""
+def conversion_report(source: CheckpointSource) -> dict[str, Any]:
+    """Return the report of the conversion that wrote a checkpoint, {} without one."""
     path = source.folder / REPORT_NAME
     report = read_json(path) if path.is_file() else None
-    records = report.get("modules", ()) if isinstance(report, dict) else ()
-    return [path for record in records if is_pruned(record["structure"]) for path in record_paths(record["name"])]
+    return report if isinstance(report, dict) else {}
+
+
+def pruned_linears(source: CheckpointSource) -> list[str]:
+    """Return the paths of the linears of pruned MLPs, and of the linear that was fitted again before removed layers,
+    from the report, which an ordinary checkpoint has too.
+    """
+    report = conversion_report(source)
+    pruned = [record["name"] for record in report.get("modules", ()) if is_pruned(record["structure"])]
+    paths = [path for name in pruned for path in record_paths(name)]
+    # Its layer is below the removed ones, so that its path is as before; structured linears are new anyway.
+    refit = (report.get("depth") or {}).get("refit")
+    return [*paths, *([refit] if refit else [])]
 
 
 def load_teacher(

@@ -213,7 +213,8 @@ class StageRunner:
         for config in self.recipe.stages:
             batch_layout(self.accelerator, config)
         changed = changed_parameters(self.recipe, models, self.roles)
-        for warning in recipe_warnings(self.source.name, models.student, self.recipe.stages):
+        fewer = bool(model_loading.conversion_report(self.source).get("depth"))
+        for warning in recipe_warnings(self.source.name, models.student, self.recipe.stages, has_fewer_layers=fewer):
             self.progress.say(f"warning: {warning}")
         return changed
 

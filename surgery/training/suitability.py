@@ -18,14 +18,17 @@ def is_converted(model: nn.Module) -> bool:
     return any(map(is_new, model.modules())) or any(True for _ in mixer_modules(model))
 
 
-def recipe_warnings(name: str, model: nn.Module, stages: Iterable[StageConfig]) -> list[str]:
+def recipe_warnings(
+    name: str, model: nn.Module, stages: Iterable[StageConfig], *, has_fewer_layers: bool = False
+) -> list[str]:
     """Return warnings about stages that run on the model, but were made for another kind.
 
     An unconverted model has nothing to recover from a teacher. A recipe that gives mixers a rate of their own and has
-    no stage for whatever is `new` was made for replaced attention. name: of the checkpoint.
+    no stage for whatever is `new` was made for replaced attention. name: of the checkpoint. has_fewer_layers: whether
+    its conversion removed layers.
     """
     configs: list[Any] = list(stages)
-    if not is_converted(model):
+    if not is_converted(model) and not has_fewer_layers:
         if all(STAGES[config](config).needs_teacher == "nothing" for config in configs):
             return []
         return [

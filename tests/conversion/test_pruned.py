@@ -162,6 +162,19 @@ def test_one_width_is_an_ordinary_checkpoint(families, checkpoints, calibration,
         assert torch.allclose(found, wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_next"])
+def test_shared_experts_of_one_width_are_an_ordinary_checkpoint(kind, tmp_path):
+    source = write_experts(kind, tmp_path / "source")
+    rules = [{"match": "mlp.*", **PRUNED, "width": "uniform"}]
+    report = convert(str(source), make_recipe(structure="dense", keep=0.5, rules=rules), tmp_path / "out")
+    assert {record["structure"]["width"] for record in pruned_records(report)} == {8}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["shared_expert_intermediate_size"] == 8 and "quantization_config" not in config
+    model = load(tmp_path / "out")
+    assert all(m.shape[0] == 8 for name, m in model.named_parameters() if name.endswith("shared_expert.up_proj.weight"))
+    assert bool(model_outputs(model, tiny_inputs("llama", 2, seed=2)).isfinite().all())
+
+
 def test_commands_on_an_ordinary_checkpoint(checkpoints, calibration, tmp_path):
     recipe = make_recipe(**PRUNED, **QUICK, keep=0.5, calibration=calibration("llama"))
     report = convert(str(checkpoints("llama")), recipe, tmp_path / "out")

@@ -20,6 +20,7 @@ from pydantic_core import PydanticUndefined
 
 from surgery.cli.main import app
 from surgery.planning.attention_recipe import AttentionRecipe, HybridRecipe
+from surgery.planning.depth_recipe import DepthRecipe
 from surgery.planning.recipe import ConversionRecipe, Rule, TuneRecipe
 from surgery.planning.speed_recipe import SpeedRecipe
 from surgery.training.data.recipe import DataConfig
@@ -31,6 +32,7 @@ CONVERSION: dict[str, type[BaseModel]] = {
     "A conversion recipe": ConversionRecipe,
     "A rule": Rule,
     "`speed`": SpeedRecipe,
+    "`depth`": DepthRecipe,
     "`tune`": TuneRecipe,
     "`attention`": AttentionRecipe,
     "`attention.hybrid`": HybridRecipe,

@@ -31,6 +31,11 @@ MA = "Ma et al. 2023, LLM-Pruner: On the Structural Pruning of Large Language Mo
 MURALIDHARAN = (
     "Muralidharan et al. 2024, Compact Language Models via Pruning and Knowledge Distillation, arXiv:2407.14679"
 )
+GROMOV = "Gromov et al. 2024, The Unreasonable Ineffectiveness of the Deeper Layers, arXiv:2403.17887"
+SHOPKHOEV = (
+    "Shopkhoev et al. 2025, ReplaceMe: Network Simplification via Depth Pruning and Transformer Block Linearization, "
+    "arXiv:2505.02819"
+)
 KATHAROPOULOS = (
     "Katharopoulos et al. 2020, Transformers are RNNs: Fast Autoregressive Transformers with Linear Attention, "
     "arXiv:2006.16236"
@@ -151,9 +156,13 @@ def _papers_in(value: Any) -> Iterator[str]:
 
 def _papers_of_options(entry: dict[str, Any]) -> Iterator[str]:
     """Yield the papers of a mixer's options: the delta rule, a softmax window beside linear attention, sinks, softmax
-    without RoPE.
+    without RoPE. Of the report's entry of removed layers: those of the choice and of the linear that is fitted again.
     """
     mixer = entry.get("mixer")
+    if "removed" in entry:
+        yield GROMOV
+        if entry.get("refit"):
+            yield SHOPKHOEV
     if entry.get("scores") == "delta":
         yield YANG_DELTA
         if (entry.get("mask") or {}).get("name") in ("gates", "hierarchical"):

@@ -77,6 +77,7 @@ class AlignStage(TeacherStage):
 
     def prepare(self, models: StageModels, roles: Roles) -> None:
         """Find the modules to align in student and teacher. Raises SurgeryError if there are none."""
+        super().prepare(models, roles)
         if self.config.memory == "checkpoint":
             raise SurgeryError(
                 "stage align: memory must be keep or auto (got checkpoint): no gradient passes from layer to layer, so nothing "

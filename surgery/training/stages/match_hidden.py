@@ -9,7 +9,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from surgery.training.stages.base import Batch, Stage
+from surgery.core.errors import SurgeryError
+from surgery.training.stages.base import Batch, Roles, Stage, StageModels
 
 
 class TeacherStage(Stage):
@@ -19,6 +20,18 @@ class TeacherStage(Stage):
     def needs_teacher(self) -> Literal["model"]:
         """The teacher model in memory."""
         return "model"
+
+    def prepare(self, models: StageModels, roles: Roles) -> None:
+        """Raise SurgeryError if student and teacher have different numbers of layers: they are matched one by one."""
+        ours, theirs = (
+            getattr(model.config.get_text_config(), "num_hidden_layers", None)
+            for model in (models.student, models.teacher)
+        )
+        if ours != theirs:
+            raise SurgeryError(
+                f"stage {self.config.name}: the student has {ours} layers and the teacher {theirs}, and this loss matches "
+                "them one by one. Use kind: distill, which matches logits (recipe linears or auto)."
+            )
 
     def count_positions(self, examples: Batch) -> int:
         """Return the number of tokens, without padding."""
