@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -47,10 +48,18 @@ def test_best_rate():
         best_rate(tried[:1])
 
 
-@pytest.mark.parametrize("rates", [[1e-4], [1e-4, 1e-4]])
-def test_rates_that_are_no_choice_are_refused(rates, texts):
-    with pytest.raises(SurgeryError, match="two or more different rates"):
-        search_recipe(texts, rates_to_try=rates)
+@pytest.mark.parametrize(
+    "rates, rule",
+    [
+        ("[1e-4]", r"rates_to_try: must be two or more different rates, or empty \(got \[0.0001\]\)$"),
+        ("[1e-4, 1e-4]", r"rates_to_try: must be two or more different rates, or empty \(got \[0.0001, 0.0001\]\)$"),
+        ("[1e-4, -1]", r"rates_to_try.1: must be greater than 0 \(got -1\)$"),
+        ("[1e-4, .inf]", r"rates_to_try.1: must be a finite number \(got inf\)$"),
+    ],
+)
+def test_rates_that_are_no_choice_are_refused(rates, rule):
+    with pytest.raises(SurgeryError, match=rf"control.yaml with override rates_to_try={re.escape(rates)}: {rule}"):
+        load_healing_recipe("control", [f"rates_to_try={rates}"])
 
 
 def test_the_best_rate_trains_an_unconverted_model(texts, tmp_path):
