@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 
@@ -143,6 +144,44 @@ def test_a_rate_at_which_training_stops_is_not_chosen(texts, tmp_path):
     assert sorted(path.name for path in trials_folder(tmp_path / "out").iterdir()) == [
         "rate-0.001.json", "rate-1e-06.json", "rate-3.json",
     ]  # fmt: skip
+
+
+def search(recipe, out, losses, resume=False):
+    """Search with trainings that give these losses by rate."""
+
+    def train(trial, place, resume):
+        place.mkdir(parents=True, exist_ok=True)
+        return {"validation": {"after": {"loss": losses[trial.stages[0].rate]}}}
+
+    return rate_search.search_rates(recipe, out, train, lambda trial: "key", resume, Said([]))
+
+
+@pytest.mark.parametrize("lost", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_not_the_best(lost, texts, tmp_path):
+    """The first of all rates too, beside which every comparison is false."""
+    recipe, tried = search(search_recipe(texts), tmp_path / "out", {1e-6: lost, 1e-3: 3.0, 3.0: lost})
+    assert recipe.stages[0].rate == 1e-3 and [trial["loss"] for trial in tried] == [None, 3.0, None]
+    again, _ = search(search_recipe(texts), tmp_path / "out", {}, resume=True)
+    assert again == recipe
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "3", "{}", '{"key": 3}', '{"key": "key", "loss": "1"}', '{"key": "key", "loss": null}',
+             '{"key": "key", "loss": NaN}', '{"key": "key", "loss": true}', '{"key": "key", "stopped": 4}'],
+)  # fmt: skip
+def test_a_damaged_entry_is_refused(text, texts, tmp_path):
+    trials_folder(tmp_path / "out").mkdir()
+    (trials_folder(tmp_path / "out") / "rate-0.001.json").write_text(text)
+    with pytest.raises(SurgeryError, match=r"rate-0\.001\.json"):
+        search(search_recipe(texts), tmp_path / "out", {1e-6: 1.0, 1e-3: 1.0, 3.0: 1.0}, resume=True)
+
+
+def test_a_refused_run_leaves_no_trials(texts, tmp_path):
+    """The next call, with other arguments, needs neither --resume nor a removal."""
+    stage = {"kind": "lm", "trains": ["all"], "length": 4096, "tokens": 65536, "batch": 4, "rows": 4, "rate": 1e-4}
+    with pytest.raises(SurgeryError, match="max_position_embeddings"):
+        finetune(str(TINY_CHECKPOINT), search_recipe(texts, stages=[stage]), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
 
 
 def test_validation_text_is_required(texts, tmp_path):
