@@ -85,17 +85,31 @@ def load_student(source: CheckpointSource, trust_remote_code: bool = False, *, o
     """
     student = load_causal_lm(source, torch.float32, trust_remote_code, on_meta=on_meta)
     split_experts(student)
+    modules = dict(student.named_modules())
     for path in pruned_linears(source):
-        mark_pruned(student.get_submodule(path))
+        if path not in modules:
+            raise SurgeryError(
+                f"{source.folder / REPORT_NAME} names {path!r} as a linear of a pruned MLP, and {source.name} has no such "
+                "module. Is it the report of another model? Remove it"
+            )
+        mark_pruned(modules[path])
     return student.requires_grad_(False)
 
 
 def pruned_linears(source: CheckpointSource) -> list[str]:
-    """Return the paths of the linears of pruned MLPs, from the report, which an ordinary checkpoint has too."""
+    """Return the paths of the linears of pruned MLPs, from the report, which an ordinary checkpoint has too.
+
+    Entries that are not those of a report count as none.
+    """
     path = source.folder / REPORT_NAME
     report = read_json(path) if path.is_file() else None
-    records = report.get("modules", ()) if isinstance(report, dict) else ()
-    return [path for record in records if is_pruned(record["structure"]) for path in record_paths(record["name"])]
+    records = report.get("modules") if isinstance(report, dict) else None
+    paths = []
+    for record in records if isinstance(records, list) else ():
+        name, structure = (record.get("name"), record.get("structure")) if isinstance(record, dict) else (None, None)
+        if isinstance(name, str) and isinstance(structure, dict) and is_pruned(structure):
+            paths += record_paths(name)
+    return paths
 
 
 def load_teacher(
