@@ -165,6 +165,16 @@ def test_a_loss_that_is_no_number_is_not_the_best(lost, texts, tmp_path):
     assert again == recipe
 
 
+def test_a_trial_that_was_trained_earlier_stays_until_the_end(texts, tmp_path):
+    """Its loss is read by all processes, of which the first may be ahead; a trial of this call is removed."""
+    folder, record = trials_folder(tmp_path / "out"), {"validation": {"after": {"loss": 0.5}}}
+    (folder / "rate-0.001").mkdir(parents=True)
+    (folder / "rate-0.001" / "surgery_report.json").write_text(json.dumps({"training": [record]}))
+    recipe, _ = search(search_recipe(texts), tmp_path / "out", {1e-6: 1.0, 3.0: 1.0}, resume=True)
+    assert recipe.stages[0].rate == 1e-3
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == ["rate-0.001"]
+
+
 @pytest.mark.parametrize(
     "text", ["", "[]", "3", "{}", '{"key": 3}', '{"key": "key", "loss": "1"}', '{"key": "key", "loss": null}',
              '{"key": "key", "loss": NaN}', '{"key": "key", "loss": true}', '{"key": "key", "stopped": 4}'],
