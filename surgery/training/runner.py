@@ -470,4 +470,3 @@ class StageRunner:
                     shutil.copytree(self.work / source, target / "training" / name, symlinks=True)
             publish_result(target, self.out, self.work)
         self.accelerator.wait_for_everyone()
-        self.accelerator.end_training()

@@ -8,6 +8,7 @@ import re
 import shutil
 
 import pytest
+from helpers.forked import run_processes
 from helpers.small_training import TINY_CHECKPOINT
 
 from surgery.core.errors import SurgeryError
@@ -115,6 +116,36 @@ def test_interrupted_trials_continue(texts, tmp_path, monkeypatch):
     assert runs == RATES[1:]
     assert (record["rates_tried"], record["validation"]) == (whole["rates_tried"], whole["validation"])
     assert "training with rate 0.001, the best of 3" in said
+
+
+@pytest.mark.slow
+def test_two_processes_search_and_continue(texts, tmp_path):
+    """All trials and the run in one process group; the second call finds a trial that was trained, without its loss."""
+    recipe, out = search_recipe(texts, rates_to_try=RATES[:2]), tmp_path / "out"
+
+    def run(place, dies=False):
+        def work(rank):
+            write, entries = rate_search._write_trial, []
+
+            def stop_at_fourth(folder, rate, entry):
+                entries.append(entry)
+                if len(entries) == 4:
+                    raise KeyboardInterrupt
+                write(folder, rate, entry)
+
+            rate_search._write_trial = stop_at_fourth if dies else write
+            finetune(str(TINY_CHECKPOINT), recipe, place, device="cpu", track="none", resume=place.parent == tmp_path)
+
+        return run_processes(2, work)
+
+    assert run(out, dies=True) == [1, 1] and (trials_folder(out) / "rate-0.001").is_dir()
+    assert run(out) == [0, 0] and not trials_folder(out).exists()
+    (tmp_path / "whole").mkdir()
+    assert run(tmp_path / "whole" / "out") == [0, 0]
+    reports = [json.loads((place / "surgery_report.json").read_text()) for place in (out, tmp_path / "whole" / "out")]
+    first, second = (report["training"][-1] for report in reports)
+    assert first["processes"] == 2 and first["rates_tried"] == second["rates_tried"]
+    assert first["validation"] == second["validation"]
 
 
 class Said(rate_search.Progress):
