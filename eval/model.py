@@ -142,6 +142,11 @@ def load(name: str, device: torch.device, dtype: str, trust_remote_code: bool) -
     return load_from_folder(open_converted_checkpoint(name).folder, device, dtype, trust_remote_code)
 
 
+def load_eval_tokenizer(opened: OpenedModel, trust_remote_code: bool) -> Any:
+    """Return the tokenizer of a model that is not loaded."""
+    return opened.live.tokenizer if opened.live is not None else load_tokenizer(opened.folder, trust_remote_code)
+
+
 @contextmanager
 def load_eval_model(
     opened: OpenedModel,

@@ -18,10 +18,18 @@ from surgery.core.distributed import DistContext, init_distributed, local_device
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.files import exclusive_lock, explain_disk_errors, is_disk_error
 from surgery.core.progress import Progress
-from surgery.eval.fitted_text import fitted_text_warnings
 from surgery.eval.journal import SampleJournal
-from surgery.eval.model import LiveEvalModel, OpenedModel, check_dtype, load, load_eval_model, open_model
+from surgery.eval.model import (
+    LiveEvalModel,
+    OpenedModel,
+    check_dtype,
+    load,
+    load_eval_model,
+    load_eval_tokenizer,
+    open_model,
+)
 from surgery.eval.options import ANY_TASK
+from surgery.eval.report_warnings import fitted_text_warnings, other_original_warning
 from surgery.eval.results.averages import AverageRow, average_rows
 from surgery.eval.results.compare import ComparisonRow, compare_results
 from surgery.eval.results.data_read import describe_data, list_reads, package_versions, record_reads
@@ -176,7 +184,7 @@ def evaluate(
                 lambda: stack.enter_context(exclusive_lock(out, "evaluation")) if lock and ranks.main else None
             )
         opened = [open_model(role, name, ranks) for role, name in names]
-        run.warn_of_fitted_text(opened)
+        run.warn(opened)
         timed = any(suite.run_pair is not None for suite in chosen)
         run.measure(opened, [open_model("converted", other, ranks) for other in beside if timed])
         return run.compare(opened, limits)
@@ -330,8 +338,9 @@ class _EvaluationRun:
             journal = self._open_journal(one, suite, pair)
             with record_reads() as reads:
                 result = suite.run_against(
-                    partial(self._load_model, base, journal), partial(self._load_model, one, journal), self.options
-                )
+                    partial(self._load_model, base, journal), partial(self._load_model, one, journal),
+                    load_eval_tokenizer(one, self.trust_remote_code), self.options,
+                )  # fmt: skip
             self._store_result(one, suite, result, journal, began, reads=reads, pair=pair)
         except Exception as error:
             self._record_failure(suite, one, error)
@@ -412,9 +421,12 @@ class _EvaluationRun:
             self.progress.say(f"{suite.name} failed, continuing with the other suites: {self.broken[suite.name]}")
 
     # -- both ----------------------------------------------------------------------------------------
-    def warn_of_fitted_text(self, opened: list[OpenedModel]) -> None:
-        """Warn of a scored text that a model was calibrated or trained on, at the start and in the results."""
+    def warn(self, opened: list[OpenedModel]) -> None:
+        """Warn, at the start and in the results, of what the models' own reports say against a measurement."""
         self.warnings = fitted_text_warnings(opened, self.options.text)
+        if any(suite.run_against is not None for suite in self.suites):
+            warning = other_original_warning(opened[0], opened[-1])
+            self.warnings += [warning] if warning is not None else []
         for warning in self.warnings:
             self.progress.say(f"warning: {warning}")
 

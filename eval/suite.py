@@ -2,8 +2,9 @@
 
 EvalOptions is in options.py.
 
-    suite.run(eval_model, options) -> SuiteResult                              register(suite) adds the suite to SUITES
-    suite.run_against(load_base, load_converted, options) -> SuiteResult       of a suite that compares two models
+    suite.run(eval_model, options) -> SuiteResult
+    suite.run_against(load_base, load_converted, tokenizer, options) -> SuiteResult    of a suite that compares two models
+    register(suite)                                                                    adds the suite to SUITES
 
 A suite measures one loaded model, or one against the base, and returns samples; each sample has one value per metric. A sample is one question,
 document or window. Its `id` is the same for every model, so that the samples of base and converted model can be paired.
@@ -178,7 +179,8 @@ class Suite:
         run_pair: measures both models alternately while both are loaded, e.g. for timings.
         run_against: measures how the converted model differs from the base, e.g. by the divergence of their
             predictions. It is called with functions that load each for the duration of a context, so that the two need
-            not fit in memory together. The result belongs to the converted model; the base has none.
+            not fit in memory together, the converted model's tokenizer, and the options. The result belongs to the
+            converted model; the base has none.
         plot: plot(results, folder, base=..) writes figures for {model: result} into a folder and returns their paths;
             base: which model is the base, or None. Without it: curves by length and heat maps by length and depth,
             where samples have these groups.
@@ -194,7 +196,7 @@ class Suite:
     run: Callable[[EvalModel, EvalOptions], SuiteResult] | None
     combine: Callable[[SuiteResult, SuiteResult], SuiteResult] | None = None
     run_pair: Callable[[list[EvalModel], EvalOptions], list[SuiteResult]] | None = None
-    run_against: Callable[[ModelLoader, ModelLoader, EvalOptions], SuiteResult] | None = None
+    run_against: Callable[[ModelLoader, ModelLoader, Any, EvalOptions], SuiteResult] | None = None
     plot: Callable[..., list[Path]] | None = None
     averages: Callable[[Sequence[int | None]], SuiteAverages] | None = None
     tasks: Callable[[EvalOptions], Sequence[str]] | None = None

@@ -63,6 +63,7 @@ METRICS = {
 TOKENS, DOCUMENTS, GREEDY = "agreement", "agreement-documents", "agreement-greedy"  # tasks
 TITLE = "agreement with the original"  # of the progress bar, and in the keys of the journal
 PROMPT_TOKENS = 32
+LOW_AGREEMENT = 0.25  # share of equal most likely tokens; two models trained apart on Python agree on 0.79 of them
 MAX_STORED_BYTES = 2**33  # of the original's hidden states, or of its logits where these are no product of its head
 
 
@@ -71,12 +72,11 @@ class OriginalModel:
     """What the converted model is compared with.
 
     hidden: window id -> input of the head (T, D), or logits (T, V) with head None, on the CPU; see `Logits`. texts: the
-    greedy continuation of each prompt. vocabulary: token -> id of the tokenizer.
+    greedy continuation of each prompt.
     """
 
     windows: list[TextWindow]
     prompts: list[tuple[int, ...]]
-    vocabulary: dict[str, int]
     head: Callable[[Tensor], Tensor] | None = None
     transform: LogitTransform = UNCHANGED
     hidden: dict[str, Tensor] = field(default_factory=dict)
@@ -87,34 +87,40 @@ class OriginalModel:
         return Logits(self.hidden[window.id].to(device), self.head, self.transform)
 
 
-def run_against(load_base: ModelLoader, load_converted: ModelLoader, options: EvalOptions) -> SuiteResult:
-    """Compare two models; raises SurgeryError if their tokenizers differ."""
+def run_against(
+    load_base: ModelLoader, load_converted: ModelLoader, tokenizer: Any, options: EvalOptions
+) -> SuiteResult:
+    """Compare two models; raises SurgeryError if their tokenizers differ. tokenizer: the converted model's."""
     with load_base() as base:
-        original = run_original(base, options)
+        original = run_original(base, tokenizer, options)
     with load_converted() as converted:
-        check_same_tokens(original, converted, options)
+        check_lm_head(converted.model)
+        check_windows(original.windows, converted, options)
         scores = compare_windows(original, converted, options)
         texts = continue_prompts(converted, original.prompts, options, f"greedy texts of {converted.name}")
     greedy, summary = compare_texts(original, texts, converted.tokenizer, options)
-    samples = [
-        *_token_samples(original.windows, scores),
-        *_document_samples(original.windows, scores, options),
-        *greedy,
-    ]
-    notes = [*window_length_notes(converted, options), *summary.pop("notes")]
+    by_token = _token_samples(original.windows, scores)
+    samples = [*by_token, *_document_samples(original.windows, scores, options), *greedy]
+    notes = [*window_length_notes(converted, options), *low_agreement_notes(by_token, base.name, converted.name)]
+    notes += summary.pop("notes")
     info = {"longest": converted.longest, "tolerance": options.tolerance, "greedy": summary}
     return SuiteResult(samples, METRICS, notes=notes, info=info)
 
 
 # -- the original ------------------------------------------------------------------------------------
-def run_original(base: EvalModel, options: EvalOptions) -> OriginalModel:
-    """Run the original over the windows and prompts; leave out batches of windows that an interrupted run compared."""
+def run_original(base: EvalModel, tokenizer: Any, options: EvalOptions) -> OriginalModel:
+    """Run the original over the windows and prompts; leave out batches of windows that an interrupted run compared.
+
+    Raises SurgeryError if `tokenizer`, the converted model's, gives other tokens.
+    """
     check_lm_head(base.model)
+    check_vocabularies(base.tokenizer, tokenizer)
     windows = load_text_windows("agreement", base, options)
     if not windows:
         raise SurgeryError(f"agreement: {options.text} has no document of two tokens or more; give a longer text")
+    check_windows(windows, replace(base, tokenizer=tokenizer), options)
     prompts = draw_prompts(windows, base.tokenizer, options)
-    original = OriginalModel(windows, prompts, base.tokenizer.get_vocab())
+    original = OriginalModel(windows, prompts)
     done = _stored_windows(base, windows)
 
     def keep(batch: list[TextWindow]) -> list[None]:
@@ -171,22 +177,35 @@ def draw_prompts(windows: Sequence[TextWindow], tokenizer: Any, options: EvalOpt
 
 
 # -- the converted model -----------------------------------------------------------------------------
-def check_same_tokens(original: OriginalModel, converted: EvalModel, options: EvalOptions) -> None:
-    """Raise SurgeryError unless both models read the same tokens."""
-    check_lm_head(converted.model)
-    vocabulary = converted.tokenizer.get_vocab()
-    if vocabulary != original.vocabulary:
-        different = len(vocabulary.items() ^ original.vocabulary.items())
+def check_vocabularies(original: Any, converted: Any) -> None:
+    """Raise SurgeryError unless two tokenizers have the same tokens with the same ids."""
+    ours, theirs = converted.get_vocab(), original.get_vocab()
+    if different := len(ours.items() ^ theirs.items()):
         raise SurgeryError(
-            f"agreement: the tokenizer of {converted.name} has {len(vocabulary):,} tokens, that of the original "
-            f"{len(original.vocabulary):,}, and {different:,} differ. Token by token, only models with the same tokenizer "
-            "can be compared."
+            f"agreement: the tokenizer of the converted model has {len(ours):,} tokens, that of the original "
+            f"{len(theirs):,}, and {different:,} differ. Token by token, only models with the same tokenizer can be "
+            "compared."
         )
-    if [w.ids for w in load_text_windows("agreement", converted, options)] != [w.ids for w in original.windows]:
+
+
+def check_windows(expected: list[TextWindow], converted: EvalModel, options: EvalOptions) -> None:
+    """Raise SurgeryError unless the text gives the windows of the original with a tokenizer and context length."""
+    if [w.ids for w in load_text_windows("agreement", converted, options)] != [w.ids for w in expected]:
         raise SurgeryError(
-            f"agreement: {converted.name} cuts the text into other tokens or windows than the original. Both must have the "
-            "same tokenizer; use a --length that both take."
+            "agreement: the converted model cuts the text into other tokens or windows than the original. Both must have "
+            "the same tokenizer; use a --length that both take."
         )
+
+
+def low_agreement_notes(samples: Sequence[Sample], base: str, converted: str) -> list[str]:
+    """Return a note if fewer than LOW_AGREEMENT of the most likely tokens are the same. samples: of the task TOKENS."""
+    share = sum(s.weight * s.metrics["top1"] for s in samples) / sum(s.weight for s in samples)
+    if share >= LOW_AGREEMENT:
+        return []
+    return [
+        f"only {share:.1%} of the most likely tokens are the same, fewer than of two unrelated models that both predict "
+        f"the text well: either {converted} was not made from {base}, or one of them does not predict this text"
+    ]
 
 
 def compare_windows(

@@ -389,6 +389,7 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool = False) -> Any:
 CALIBRATION_SUFFIXES = (".txt", ".md", ".json", ".jsonl", ".parquet", ".csv", ".safetensors")
 
 
+MIN_LENGTH = 8  # shortest window that is advised, tokens
 HUB_DATASET = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[^:]*){0,3}")
 
 
@@ -585,15 +586,14 @@ def text_windows(
             break
     count = min(windows, len(ids) // body)
     if windows < 2:
+        shorter = f", or a length of {tokens // 4} or less" if tokens >= 4 * MIN_LENGTH else ""
         raise SurgeryError(
-            f"{tokens:,} tokens make {windows} window of {length}; at least two are needed. Set more tokens, or a "
-            "length of "
-            f"{max(8, tokens // 4)} or less"
+            f"{tokens:,} tokens make {windows} window of {length}; at least two are needed. Set more tokens{shorter}"
         )
     if count < 2:
+        shorter = f", or {option}{len(ids) // 4}" if len(ids) >= 4 * MIN_LENGTH else ""
         raise SurgeryError(
-            f"{where} has {len(ids):,} tokens; at least two windows of {length} are needed "
-            f"(a longer text, or {option}{max(8, len(ids) // 4)})"
+            f"{where} has {len(ids):,} tokens; at least two windows of {length} are needed. Give a longer text{shorter}"
         )
     rows = [prefix + ids[i * body : (i + 1) * body] + suffix for i in range(count)]
     return torch.tensor(rows, dtype=torch.int64)

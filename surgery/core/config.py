@@ -156,7 +156,8 @@ def validation_error(error: ValidationError, where: str, known: Iterable[str] = 
         elif e["type"] == "missing":
             sentences.append(f"{path} is missing")
         else:
-            sentences.append(f"{path}: {e['msg']} (got {e['input']!r})")
+            rule = e["msg"].removeprefix("Value error, ").replace("Input should ", "must ", 1)
+            sentences.append(f"{path}: {rule}" + ("" if "(got " in rule else f" (got {e['input']!r})"))
     return SurgeryError(f"{where}: " + "; ".join(dict.fromkeys(sentences)))
 
 

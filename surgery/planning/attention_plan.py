@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -42,14 +43,14 @@ class AttentionTarget:
 
 def find_attention_targets(
     meta_model: ModelDescription, recipe: ConversionRecipe, layout: ModelLayout
-) -> dict[str, AttentionTarget]:
-    """Return the attention targets by path of their layer, in order.
+) -> tuple[dict[str, AttentionTarget], list[str]]:
+    """Return the attention targets by path of their layer, in order, and notes for the user.
 
     Raises SurgeryError if the mixer does not support an attention module, or if no layer is selected.
     """
     settings = recipe.attention
     if settings is None:
-        return {}
+        return {}, []
     paths, softmax = attention_paths(meta_model.model), Softmax()
     if settings.hybrid is not None:
         positions = getattr(text_config(meta_model.model), "max_position_embeddings", None)
@@ -83,7 +84,27 @@ def find_attention_targets(
                 f'attention.rules.{number}: layers "{rule.layers}" selects none of the layers that get a mixer, '
                 f"{[target.index for target in mixed.values()]}"
             )
-    return replaced
+    return replaced, _softmax_notes(targets, settings.hybrid)
+
+
+def _softmax_notes(targets: Mapping[str, AttentionTarget], hybrid: HybridRecipe | None) -> list[str]:
+    """Return how many of the selected layers or heads keep softmax attention, if measurements choose them or if the
+    recipe's share is rounded.
+    """
+    if hybrid is None or hybrid.softmax is None:
+        return []
+    units, count, where = "layers", len(targets), ""
+    if hybrid.of_heads:
+        units, where = "key/value heads", f" in {count} layers"
+        count = sum(target.shape.groups for target in targets.values())
+    kept, exact = hybrid.softmax_count(count), hybrid.softmax * count
+    is_rounded = not math.isclose(kept, exact)
+    if not (is_rounded or hybrid.is_measured):
+        return []
+    rounding = f" (softmax: {hybrid.softmax:g} of {count} is {exact:.4g}, rounded to {kept})" if is_rounded else ""
+    choice = "chosen by measurements on the calibration text" if hybrid.is_measured else "evenly spaced"
+    verb = "keeps" if kept == 1 else "keep"
+    return [f"{kept} of these {count} {units}{where} {verb} softmax attention{rounding}, {choice}"]
 
 
 def _without_softmax(targets: dict[str, AttentionTarget], hybrid: HybridRecipe | None) -> dict[str, AttentionTarget]:

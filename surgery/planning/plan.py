@@ -57,19 +57,11 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
     if not meta_model.keys:
         notes.append("planned from config.json alone: there are no weights to check it against")
     notes += _merged_notes(meta_model.model, layout)
-    attention_targets = find_attention_targets(meta_model, recipe, layout)
+    attention_targets, attention_notes = find_attention_targets(meta_model, recipe, layout)
     refitted: set[str] = set()  # output projections
     if recipe.attention and recipe.attention.refits_output:
         refitted = {target.output for target in attention_targets.values()}
-    if attention_targets and recipe.attention and (hybrid := recipe.attention.hybrid) and hybrid.is_measured:
-        units, count, where = "layers", len(attention_targets), ""
-        if hybrid.of_heads:
-            units, where = "key/value heads", f" in {count} layers"
-            count = sum(target.shape.groups for target in attention_targets.values())
-        notes.append(
-            f"{hybrid.softmax_count(count)} of these {count} {units}{where} keep softmax attention, chosen by "
-            "measurements on the calibration text"
-        )
+    notes += attention_notes
     if attention_targets and recipe.attention and recipe.attention.hybrid:
         softmax = next(iter(attention_targets.values())).softmax
         if not softmax.is_plain:

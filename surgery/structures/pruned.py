@@ -204,10 +204,12 @@ class PrunedLinear(StructuredLinear):
         width = in_ if most >= in_ else most // config.multiple * config.multiple
         if width:
             return replace(config, width=width)
-        least = f"Raise keep to {min_keep(config.multiple, in_, 1)} or more" if config.multiple < in_ else "Raise keep"
+        ways = [f"raise keep to {min_keep(config.multiple, in_, 1)} or more"] if config.multiple < in_ else []
+        ways += [f"set multiple to {most} or less"] if most else []
+        advice = ", or ".join(ways) or f"set multiple below {in_} and raise keep to {min_keep(1, in_, 1)} or more"
         raise SurgeryError(
             f"widths of a pruned MLP are multiples of {config.multiple}, and its budget covers {most} of {in_} "
-            f"neurons. {least}, or set multiple to {max(1, most)} or less"
+            f"neurons. {advice[0].upper()}{advice[1:]}"
         )
 
     @classmethod

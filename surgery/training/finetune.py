@@ -31,6 +31,7 @@ from surgery.training import models as model_loading
 from surgery.training.best_state import BEST
 from surgery.training.checkpoints import CheckpointManager
 from surgery.training.data.recipe import GeneratedText
+from surgery.training.distributed.accelerator import end_process_group
 from surgery.training.distributed.launch import check_gpus, run_workers
 from surgery.training.export import ADAPTER
 from surgery.training.logging import CURVE_NAME, LOG_NAME, end_trackers
@@ -93,13 +94,16 @@ def finetune(
         progress=progress, sharding=sharding,
     )  # fmt: skip
     if not recipe.rates_to_try:
-        return train(recipe, out, resume, track=track, show=show)
+        record = train(recipe, out, resume, track=track, show=show)
+        end_process_group()
+        return record
     source = model_loading.open_trainable(name, trust_remote_code)
     recipe, tried = search_rates(
         recipe, out, partial(train, track="none", show=lambda parts: None),
         lambda trial: json.dumps(_fingerprint(source, trial), sort_keys=True), resume, progress,
     )  # fmt: skip
     record = train(recipe, out, resume, track=track, show=show, rates_tried=tried)
+    end_process_group()
     if is_main_process():
         shutil.rmtree(trials_folder(out), ignore_errors=True)
     return record

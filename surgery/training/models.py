@@ -85,8 +85,14 @@ def load_student(source: CheckpointSource, trust_remote_code: bool = False, *, o
     """
     student = load_causal_lm(source, torch.float32, trust_remote_code, on_meta=on_meta)
     split_experts(student)
+    modules = dict(student.named_modules())
     for path in pruned_linears(source):
-        mark_pruned(student.get_submodule(path))
+        if path not in modules:
+            raise SurgeryError(
+                f"{source.folder / REPORT_NAME} names {path!r} as a linear of a pruned MLP, and {source.name} has no such "
+                "module. Is it the report of another model? Remove it"
+            )
+        mark_pruned(modules[path])
     return student.requires_grad_(False)
 
 
@@ -100,13 +106,19 @@ def conversion_report(source: CheckpointSource) -> dict[str, Any]:
 def pruned_linears(source: CheckpointSource) -> list[str]:
     """Return the paths of the linears of pruned MLPs, and of the linear that was fitted again before removed layers,
     from the report, which an ordinary checkpoint has too.
+
+    Entries that are not those of a report count as none.
     """
     report = conversion_report(source)
-    pruned = [record["name"] for record in report.get("modules", ()) if is_pruned(record["structure"])]
-    paths = [path for name in pruned for path in record_paths(name)]
+    records, depth = report.get("modules"), report.get("depth")
+    paths = []
+    for record in records if isinstance(records, list) else ():
+        name, structure = (record.get("name"), record.get("structure")) if isinstance(record, dict) else (None, None)
+        if isinstance(name, str) and isinstance(structure, dict) and is_pruned(structure):
+            paths += record_paths(name)
     # Its layer is below the removed ones, so that its path is as before; structured linears are new anyway.
-    refit = (report.get("depth") or {}).get("refit")
-    return [*paths, *([refit] if refit else [])]
+    refit = depth.get("refit") if isinstance(depth, dict) else None
+    return [*paths, *([refit] if isinstance(refit, str) else [])]
 
 
 def load_teacher(

@@ -11,6 +11,7 @@ the others. An interrupted trial continues from its last checkpoint.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -120,8 +121,18 @@ def _edge(tried: Sequence[dict[str, Any]], best: float) -> str:
 
 
 def _read_trial(folder: Path, rate: float) -> dict[str, Any] | None:
+    """Return the entry of a trial, or None without one. Raises SurgeryError for a file that holds no entry."""
     path = folder / f"rate-{rate:g}.json"
-    return dict(read_json(path)) if path.is_file() else None
+    if not path.is_file():
+        return None
+    entry = read_json(path)
+    is_whole = (
+        isinstance(entry, dict) and isinstance(entry.get("key"), str) and isinstance(entry.get("stopped", ""), str)
+    )
+    loss = entry.get("loss", 0.0) if is_whole else None
+    if isinstance(loss, bool) or not isinstance(loss, (int, float)) or not math.isfinite(loss):
+        raise SurgeryError(f"{path} is damaged. Remove it; the trial of this rate is run again.")
+    return dict(entry)
 
 
 def _run_trial(trial: HealingRecipe, rate: float, folder: Path, train: Train, key: str) -> dict[str, Any]:
@@ -129,8 +140,9 @@ def _run_trial(trial: HealingRecipe, rate: float, folder: Path, train: Train, ke
     out = folder / f"rate-{rate:g}"
     entry: dict[str, Any] = {"key": key}
     _write_trial(folder, rate, entry)
+    was_trained = out.is_dir()  # and the process ended before the loss was written
     try:
-        if out.is_dir():  # complete; the process ended before its loss was written
+        if was_trained:
             record = read_json(out / REPORT_NAME)["training"][-1]
         else:
             record = train(trial, out, True)
@@ -140,14 +152,29 @@ def _run_trial(trial: HealingRecipe, rate: float, folder: Path, train: Train, ke
                 "rates_to_try chooses the rate by validation text, and its share of the data is empty. Set data.validation "
                 "to a larger share or to a file."
             )
-        entry["loss"] = loss
+        if math.isfinite(loss):
+            entry["loss"] = loss
+        else:
+            entry["stopped"] = f"the validation loss after training is {loss}"
     except TrainingStopped as error:
         entry["stopped"] = str(error)
+    except SurgeryError:
+        if not partial_path(out).exists() and not was_trained:  # refused before any training
+            _remove_trial(folder, rate)
+        raise
     _write_trial(folder, rate, entry)
-    if is_main_process():
+    if is_main_process() and not was_trained:  # other processes may still read what was trained earlier
         for path in (out, partial_path(out)):
             shutil.rmtree(path, ignore_errors=True)
     return entry
+
+
+def _remove_trial(folder: Path, rate: float) -> None:
+    """Remove the entry of a trial, and the folder if it is the only one, so that the next call begins anew."""
+    if is_main_process():
+        (folder / f"rate-{rate:g}.json").unlink(missing_ok=True)
+        if not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def _write_trial(folder: Path, rate: float, entry: dict[str, Any]) -> None:

@@ -82,7 +82,7 @@ class HealingRecipe(StrictModel):
     deliver: Literal["best", "last"] = "best"
     checkpoint: Annotated[Count, Field(ge=0)] = 500
     checkpoints: Annotated[int, Field(ge=1)] = 2
-    rates_to_try: tuple[Annotated[Real, Field(gt=0)], ...] = ()
+    rates_to_try: tuple[Annotated[Real, Field(gt=0, allow_inf_nan=False)], ...] = ()
     trial_share: Annotated[Real, Field(gt=0, le=1)] = 0.25
     cuda_graph: bool = False
 
@@ -117,7 +117,12 @@ def load_healing_recipe(
         warn_renamed([f"{name} is now {old.words}"])
     for path, value in (settings or {}).items():
         set_by_path(data, path, value)
-    return parse_healing_recipe(apply_settings(data, where, overrides, tiny), where)
+    return parse_healing_recipe(apply_settings(data, where, overrides, tiny), with_overrides(where, overrides))
+
+
+def with_overrides(where: str, overrides: list[str] | tuple[str, ...]) -> str:
+    """Return the name of a recipe for messages, with its overrides."""
+    return " with override ".join([where, *overrides])
 
 
 def read_recipe_file(name: str, folder: Path, kind: str) -> tuple[dict[str, Any], str]:

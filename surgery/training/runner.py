@@ -64,7 +64,7 @@ from surgery.training.stages.base import READOUT
 from surgery.training.stages.lora import LoraStage
 from surgery.training.suitability import recipe_warnings
 from surgery.training.validation import Validation
-from surgery.training.weight_norm import add_core_norms, fold_core_norms
+from surgery.training.weight_norm import add_core_norms, fold_core_norms, folded_parameters
 
 
 def parameters_without_adapters(model: Any) -> dict[str, Tensor]:
@@ -188,6 +188,7 @@ class StageRunner:
             )  # fmt: skip
         models = StageModels(student, student, teacher, cache)
         self.changing = self._changed_parameters(models)
+        self.keys = tensor_keys(student, self.source, self.changing)
         if saved := self._hold_frozen_in_bfloat16(student):
             self.progress.say(f"frozen weights are held in bfloat16, which saves {size_text(saved)} of memory")
         if not self.is_sharded:
@@ -268,6 +269,7 @@ class StageRunner:
         torch.manual_seed(self.recipe.seed + 1000 * number)  # all processes must create identical new parameters
         if at.step == 0:
             self._restore_weights(models)
+        changed = stage.changed_parameters(models, self.roles)
         trained = self._prepare_stage(models, stage)
         if at.step:
             self._restore_weights(models)
@@ -310,6 +312,7 @@ class StageRunner:
         loop = TrainingLoop(context, stage, models, groups, optimiser, at)
         with self.reporter.stage(f"{number + 1}. {config.kind}", config.steps, at.step):
             loop.run()
+        self.trained |= changed
         self._finish_stage(models, stage, loop)
 
     def _save_if_best(self, loss: float | None, at: TrainPosition, train_state: TrainState) -> None:
@@ -357,13 +360,10 @@ class StageRunner:
         if stage.config.weight_norm == "cores":
             fold_core_norms(models.student)
         stage.finish(models, self.roles, self.work if self.main else None)
-        self.trained |= stage.changed_parameters(models, self.roles)
-        train_state = TrainState({n: p for n, p in models.student.named_parameters() if n in self.trained})
+        train_state = TrainState({n: p for n, p in folded_parameters(models.student).items() if n in self.trained})
         over = loop.at.stage + 1 == len(self.recipe.stages)
         if over:
-            round_to_stored_dtype(
-                train_state.parameters, tensor_keys(models.student, self.source, self.trained), self.source
-            )
+            round_to_stored_dtype(train_state.parameters, self.keys, self.source)
         after = after if adapter else self.validation.student_loss(models)
         reshard_modules(models.student)
         self.stages.append(stage_record(stage.config.kind, loop.at))
@@ -405,7 +405,7 @@ class StageRunner:
         if saved is not None:
             adapter = self._restore_best(StageModels(student, student, models.teacher, models.cache), saved)
         parameters = {n: p for n, p in student.named_parameters() if n in self.trained}
-        round_to_stored_dtype(parameters, tensor_keys(student, self.source, self.trained), self.source)
+        round_to_stored_dtype(parameters, self.keys, self.source)
         for name, p in train_state.parameters.items():
             values = parameters[name].detach()
             copy_full_(p, torch.empty_like(values, device=p.device) if values.is_meta else values.to(p.device))
@@ -461,8 +461,7 @@ class StageRunner:
                     "that "
                     "checkpoint and run the same command with --resume to continue from the one before."
                 )
-            keys = tensor_keys(models.student, self.source, set(trained))
-            new = {keys[name]: info for name, info in trained.items()}
+            new = {self.keys[name]: info for name, info in trained.items()}
             target = write_result(self.source, new, self.work, record, bool(notes["adapter"]))
             if (self.work / READOUT).is_dir():
                 shutil.copytree(self.work / READOUT, target / READOUT, symlinks=True)
@@ -472,4 +471,3 @@ class StageRunner:
                     shutil.copytree(self.work / source, target / "training" / name, symlinks=True)
             publish_result(target, self.out, self.work)
         self.accelerator.wait_for_everyone()
-        self.accelerator.end_training()

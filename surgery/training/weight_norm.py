@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 
 from surgery.mixers import Mixer
 from surgery.structures import StructuredLinear
+from surgery.training.sharded_tensors import any_sharded
 
 
 class CoreNorm(nn.Module):
@@ -68,8 +69,32 @@ def add_core_norms(model: nn.Module, names: set[str]) -> set[str]:
     return now
 
 
+@torch.no_grad()
 def fold_core_norms(model: nn.Module) -> None:
-    """Replace parametrized cores by plain parameters with the normalized values."""
+    """Replace parametrized cores by plain parameters with the normalized values.
+
+    FSDP2 gathers a parameter into the module that held it when it was sharded. There the parametrization stays, with
+    gamma one and size infinite, so that it returns the folded core unchanged.
+    """
     for _, module, core in structured_cores(model):
-        if parametrize.is_parametrized(module, core):
+        if not parametrize.is_parametrized(module, core):
+            continue
+        original, norm = module.parametrizations[core].original, module.parametrizations[core][0]
+        if any_sharded([original]):
+            original.copy_(getattr(module, core))
+            norm.gamma.fill_(1)
+            norm.size.fill_(torch.inf)
+        else:
             parametrize.remove_parametrizations(module, core, leave_parametrized=True)
+
+
+def folded_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters by name after `fold_core_norms`, every core under its name without a parametrization."""
+    parameters: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        path, inside, core = name.partition("parametrizations.")
+        if not inside:
+            parameters[name] = parameter
+        elif core.endswith(".original"):
+            parameters[path + core.removesuffix(".original")] = parameter
+    return parameters

@@ -53,10 +53,14 @@ def test_windows_are_the_documents_as_one_stream_cut_and_nothing_else(specials, 
 
 
 def test_a_text_too_short_says_what_would_do():
-    with pytest.raises(
-        SurgeryError, match=r"short.txt has 3 tokens; at least two windows of 16 are needed.*--set length="
-    ):
-        text_windows(iter(["w1 w2 w3"]), words_tokenizer(False), 64, 16, "short.txt")
+    words, tokenizer = [f"w{i % 3}" for i in range(40)], words_tokenizer(False)
+    with pytest.raises(SurgeryError, match=r"short.txt has 3 tokens; at least two windows of 16 .* a longer text$"):
+        text_windows(iter([" ".join(words[:3])]), tokenizer, 64, 16, "short.txt")
+    with pytest.raises(SurgeryError, match=r"has 40 tokens; .* Give a longer text, or --set length=10$"):
+        text_windows(iter([" ".join(words)]), tokenizer, 64, 32, "short.txt")
+    for tokens, advice in ((6, "Set more tokens$"), (63, "Set more tokens, or a length of 15 or less$")):
+        with pytest.raises(SurgeryError, match=f"make 1 window of 64; at least two are needed. {advice}"):
+            text_windows(iter([" ".join(words)]), tokenizer, tokens, 64, "short.txt")
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from conversion.test_head_hybrid import SMALL, WINDOWED, calibrated, plan_of, so
 from helpers.small import choose_layers_quickly, make_recipe, model_outputs, tiny_config, tiny_inputs
 from transformers import DynamicCache
 
+import surgery
 from surgery.checkpoint.outline import describe_checkpoint
 from surgery.checkpoint.source import open_checkpoint
 from surgery.conversion.convert import convert
@@ -120,3 +121,21 @@ def test_within_the_trained_length_scaled_softmax_is_the_original_s(tmp_path, so
         outs[name] = model_outputs(model, {"input_ids": tiny_inputs("llama", 2, 48)["input_ids"]})
     difference_T = (outs["scaled"] - outs["plain"]).abs().amax((0, 2))
     assert difference_T[:8].max() < 1e-6 and difference_T[8:].max() > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("hybrid", "note"),
+    [
+        ({"softmax": 0.25}, "1 of these 2 layers keeps softmax attention (softmax: 0.25 of 2 is 0.5, rounded to 1), chosen by measurements on the calibration text"),
+        ({"softmax": 0.25, "choose_by": "every"}, "1 of these 2 layers keeps softmax attention (softmax: 0.25 of 2 is 0.5, rounded to 1), evenly spaced"),
+        ({"softmax": 0.7, "unit": "heads"}, "3 of these 4 key/value heads in 2 layers keep softmax attention (softmax: 0.7 of 4 is 2.8, rounded to 3), chosen by"),
+        ({"softmax": 0.5}, "1 of these 2 layers keeps softmax attention, chosen by measurements"),
+        ({"softmax": 0.5, "choose_by": "every"}, None),
+        ({"layers": [0]}, None),
+    ],
+)  # fmt: skip
+def test_a_plan_says_how_a_share_of_softmax_is_rounded(hybrid, note, checkpoints):
+    recipe = {"attention": {"mixer": "window", "window": 16, "hybrid": hybrid}}
+    notes = surgery.plan(str(checkpoints("llama")), recipe)["notes"]
+    assert [text for text in notes if "softmax" in text] == [text for text in notes if note and text.startswith(note)]
+    assert note is None or any(text.startswith(note) for text in notes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,7 @@ from surgery.planning.pruned_mlps import find_pruned_mlps
 from surgery.planning.targets import LinearTarget
 from surgery.structures.pruned import Pruned
 from surgery.training.auto_recipe import read_facts
-from surgery.training.models import load_student, open_trainable
+from surgery.training.models import load_student, open_trainable, pruned_linears
 from surgery.training.optim import select_parameters
 from surgery.training.suitability import is_converted
 from surgery.vllm.servable import check_config
@@ -266,6 +267,27 @@ def test_training_counts_them_as_new(rules, checkpoints, calibration, tmp_path):
     assert select_parameters(student, ["new"], {}) == {f"model.layers.{i}.{name}" for i in range(2) for name in names}
     assert is_converted(student) and not is_converted(load_student(open_trainable(str(checkpoints("llama")))))
     assert read_facts(source).linears == 6
+
+
+@pytest.mark.parametrize(
+    ("report", "paths"),
+    [
+        ([], []), ({"modules": 3}, []), ({"modules": [3, {}, {"name": "a"}, {"name": ["a"], "structure": {"structure": "pruned"}}]}, []),
+        ({"modules": [{"name": "a", "structure": "pruned"}]}, []),
+        ({"modules": [{"name": "mlp.up+down", "structure": {"structure": "pruned"}}]}, ["mlp.up", "mlp.down"]),
+    ],
+)  # fmt: skip
+def test_the_report_of_another_model_is_refused_and_other_entries_count_as_none(report, paths, checkpoints, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(checkpoints("llama"), out)
+    (out / "surgery_report.json").write_text(json.dumps(report))
+    source = open_trainable(str(out))
+    assert pruned_linears(source) == paths
+    if not paths:
+        load_student(source)
+        return
+    with pytest.raises(SurgeryError, match=r"report\.json names .mlp\.up. as a linear of a pruned MLP"):
+        load_student(source)
 
 
 # -- allocation -----------------------------------------------------------------------------------------------------------

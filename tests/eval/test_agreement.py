@@ -162,7 +162,7 @@ def test_first_difference():
 
 
 def test_texts_are_compared_up_to_their_end():
-    original = agreement.OriginalModel([], [(1,), (2,), (3,)], {}, texts=[[5, 6, 9], [5, 6, 7, 8], [5, 6, 7, 8]])
+    original = agreement.OriginalModel([], [(1,), (2,), (3,)], texts=[[5, 6, 9], [5, 6, 7, 8], [5, 6, 7, 8]])
     samples, summary = agreement.compare_texts(
         original, [[5, 6, 9], [5, 6, 9], [4, 6, 7, 8]], load_tokenizer(TINY), EvalOptions(greedy_tokens=4)
     )
@@ -194,16 +194,42 @@ def test_prompts_are_drawn_by_the_seed():
 
 
 # -- files, errors, comparison -----------------------------------------------------------------------
-def test_refusals(near, tmp_path):
+def test_refusals(near, tmp_path, monkeypatch):
     with pytest.raises(SurgeryError, match=r"compares two models\. Give the original with --compare SRC"):
         evaluate(near, ["agreement"], OPTIONS)
     other = tmp_path / "other"
     shutil.copytree(TINY, other)
     read = json.loads((other / "tokenizer.json").read_text())
-    read["added_tokens"].append({**read["added_tokens"][0], "id": 10_000, "content": "<new>"})
-    (other / "tokenizer.json").write_text(json.dumps(read))
+    added = [*read["added_tokens"], {**read["added_tokens"][0], "id": 10_000, "content": "<new>"}]
+    (other / "tokenizer.json").write_text(json.dumps({**read, "added_tokens": added}))
+    monkeypatch.setattr(agreement, "run_windows", None)  # tokens are compared before either model runs
     with pytest.raises(SurgeryError, match="only models with the same tokenizer can be compared"):
         evaluate(str(other), ["agreement"], OPTIONS, compare=str(TINY))
+    read["model"]["merges"] = read["model"]["merges"][::-1]
+    (other / "tokenizer.json").write_text(json.dumps(read))
+    with pytest.raises(SurgeryError, match="cuts the text into other tokens or windows than the original"):
+        evaluate(str(other), ["agreement"], OPTIONS, compare=str(TINY))
+
+
+def test_another_original_is_remarked(near, tmp_path):
+    """Of a model with the same tokenizer: by the report of the converted model, and where hardly any token is the same."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    other = AutoModelForCausalLM.from_config(AutoModelForCausalLM.from_pretrained(TINY).config)
+    other.save_pretrained(tmp_path / "other")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, tmp_path / "other")
+    options = OPTIONS.model_copy(update={"greedy_prompts": 0})
+    right = evaluate(near, ["agreement"], options, compare=str(TINY))
+    assert not right.notes and not right.results["agreement"]["converted"].notes
+    wrong = evaluate(near, ["agreement"], options, compare=str(tmp_path / "other"))
+    (warning,), (note,) = wrong.notes, wrong.results["agreement"]["converted"].notes
+    assert f"names {str(TINY)!r} as its original, and {tmp_path / 'other'} has other weights" in warning
+    assert (
+        "% of the most likely tokens are the same" in note and f"{near} was not made from {tmp_path / 'other'}" in note
+    )
+    assert not evaluate(near, ["ppl"], options, compare=str(tmp_path / "other")).notes  # which need not be the original
 
 
 def test_interrupted_and_continued(near, tmp_path, monkeypatch):

@@ -102,6 +102,14 @@ def test_widths_are_multiples_and_errors_say_what_can_be_met():
     assert fit(Pruned(width=100), 10, 256, 10).width == 100, "widths that are given are not rounded"
     with pytest.raises(SurgeryError, match=r"covers 60 of 256 neurons. Raise keep to 0.25 or more, or set multiple to"):
         fit(Pruned(), 10, 256, 10 * 60)
+    with pytest.raises(
+        SurgeryError, match=r"multiples of 300, and .* covers 60 of 256 neurons. Set multiple to 60 or less$"
+    ):
+        fit(Pruned(multiple=300), 10, 256, 10 * 60)
+    with pytest.raises(SurgeryError, match=r"covers 0 of 256 neurons. Raise keep to 0.25 or more$"):
+        fit(Pruned(), 10, 256, 5)
+    with pytest.raises(SurgeryError, match=r"covers 0 of 256 neurons. Set multiple below 256 and raise keep to 0.0"):
+        fit(Pruned(multiple=300), 10, 256, 5)
     with pytest.raises(SurgeryError, match=r"from 1 to the 256 neurons of the MLP .got 300"):
         fit(Pruned(width=300), 10, 256, 10 * 60)
     linear = STRUCTURES[Pruned](8, 4, Pruned(3), bias=False)

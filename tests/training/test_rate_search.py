@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 
 import pytest
+from helpers.forked import run_processes
 from helpers.small_training import TINY_CHECKPOINT
 
 from surgery.core.errors import SurgeryError
@@ -47,10 +50,18 @@ def test_best_rate():
         best_rate(tried[:1])
 
 
-@pytest.mark.parametrize("rates", [[1e-4], [1e-4, 1e-4]])
-def test_rates_that_are_no_choice_are_refused(rates, texts):
-    with pytest.raises(SurgeryError, match="two or more different rates"):
-        search_recipe(texts, rates_to_try=rates)
+@pytest.mark.parametrize(
+    "rates, rule",
+    [
+        ("[1e-4]", r"rates_to_try: must be two or more different rates, or empty \(got \[0.0001\]\)$"),
+        ("[1e-4, 1e-4]", r"rates_to_try: must be two or more different rates, or empty \(got \[0.0001, 0.0001\]\)$"),
+        ("[1e-4, -1]", r"rates_to_try.1: must be greater than 0 \(got -1\)$"),
+        ("[1e-4, .inf]", r"rates_to_try.1: must be a finite number \(got inf\)$"),
+    ],
+)
+def test_rates_that_are_no_choice_are_refused(rates, rule):
+    with pytest.raises(SurgeryError, match=rf"control.yaml with override rates_to_try={re.escape(rates)}: {rule}"):
+        load_healing_recipe("control", [f"rates_to_try={rates}"])
 
 
 def test_the_best_rate_trains_an_unconverted_model(texts, tmp_path):
@@ -107,6 +118,36 @@ def test_interrupted_trials_continue(texts, tmp_path, monkeypatch):
     assert "training with rate 0.001, the best of 3" in said
 
 
+@pytest.mark.slow
+def test_two_processes_search_and_continue(texts, tmp_path):
+    """All trials and the run in one process group; the second call finds a trial that was trained, without its loss."""
+    recipe, out = search_recipe(texts, rates_to_try=RATES[:2]), tmp_path / "out"
+
+    def run(place, dies=False):
+        def work(rank):
+            write, entries = rate_search._write_trial, []
+
+            def stop_at_fourth(folder, rate, entry):
+                entries.append(entry)
+                if len(entries) == 4:
+                    raise KeyboardInterrupt
+                write(folder, rate, entry)
+
+            rate_search._write_trial = stop_at_fourth if dies else write
+            finetune(str(TINY_CHECKPOINT), recipe, place, device="cpu", track="none", resume=place.parent == tmp_path)
+
+        return run_processes(2, work)
+
+    assert run(out, dies=True) == [1, 1] and (trials_folder(out) / "rate-0.001").is_dir()
+    assert run(out) == [0, 0] and not trials_folder(out).exists()
+    (tmp_path / "whole").mkdir()
+    assert run(tmp_path / "whole" / "out") == [0, 0]
+    reports = [json.loads((place / "surgery_report.json").read_text()) for place in (out, tmp_path / "whole" / "out")]
+    first, second = (report["training"][-1] for report in reports)
+    assert first["processes"] == 2 and first["rates_tried"] == second["rates_tried"]
+    assert first["validation"] == second["validation"]
+
+
 class Said(rate_search.Progress):
     """Collects what is said."""
 
@@ -134,6 +175,54 @@ def test_a_rate_at_which_training_stops_is_not_chosen(texts, tmp_path):
     assert sorted(path.name for path in trials_folder(tmp_path / "out").iterdir()) == [
         "rate-0.001.json", "rate-1e-06.json", "rate-3.json",
     ]  # fmt: skip
+
+
+def search(recipe, out, losses, resume=False):
+    """Search with trainings that give these losses by rate."""
+
+    def train(trial, place, resume):
+        place.mkdir(parents=True, exist_ok=True)
+        return {"validation": {"after": {"loss": losses[trial.stages[0].rate]}}}
+
+    return rate_search.search_rates(recipe, out, train, lambda trial: "key", resume, Said([]))
+
+
+@pytest.mark.parametrize("lost", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_not_the_best(lost, texts, tmp_path):
+    """The first of all rates too, beside which every comparison is false."""
+    recipe, tried = search(search_recipe(texts), tmp_path / "out", {1e-6: lost, 1e-3: 3.0, 3.0: lost})
+    assert recipe.stages[0].rate == 1e-3 and [trial["loss"] for trial in tried] == [None, 3.0, None]
+    again, _ = search(search_recipe(texts), tmp_path / "out", {}, resume=True)
+    assert again == recipe
+
+
+def test_a_trial_that_was_trained_earlier_stays_until_the_end(texts, tmp_path):
+    """Its loss is read by all processes, of which the first may be ahead; a trial of this call is removed."""
+    folder, record = trials_folder(tmp_path / "out"), {"validation": {"after": {"loss": 0.5}}}
+    (folder / "rate-0.001").mkdir(parents=True)
+    (folder / "rate-0.001" / "surgery_report.json").write_text(json.dumps({"training": [record]}))
+    recipe, _ = search(search_recipe(texts), tmp_path / "out", {1e-6: 1.0, 3.0: 1.0}, resume=True)
+    assert recipe.stages[0].rate == 1e-3
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == ["rate-0.001"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "3", "{}", '{"key": 3}', '{"key": "key", "loss": "1"}', '{"key": "key", "loss": null}',
+             '{"key": "key", "loss": NaN}', '{"key": "key", "loss": true}', '{"key": "key", "stopped": 4}'],
+)  # fmt: skip
+def test_a_damaged_entry_is_refused(text, texts, tmp_path):
+    trials_folder(tmp_path / "out").mkdir()
+    (trials_folder(tmp_path / "out") / "rate-0.001.json").write_text(text)
+    with pytest.raises(SurgeryError, match=r"rate-0\.001\.json"):
+        search(search_recipe(texts), tmp_path / "out", {1e-6: 1.0, 1e-3: 1.0, 3.0: 1.0}, resume=True)
+
+
+def test_a_refused_run_leaves_no_trials(texts, tmp_path):
+    """The next call, with other arguments, needs neither --resume nor a removal."""
+    stage = {"kind": "lm", "trains": ["all"], "length": 4096, "tokens": 65536, "batch": 4, "rows": 4, "rate": 1e-4}
+    with pytest.raises(SurgeryError, match="max_position_embeddings"):
+        finetune(str(TINY_CHECKPOINT), search_recipe(texts, stages=[stage]), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
 
 
 def test_validation_text_is_required(texts, tmp_path):

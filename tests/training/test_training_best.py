@@ -32,6 +32,7 @@ FLAT = {"schedule": {"name": "constant", "warmup": 0}}
 LONG = {**LM, **FLAT, "tokens": 4 * 64}
 TOO_FAST = {**LONG, "rate": 0.1}  # better at its second step than at its fourth
 WILD = {**LORA, **FLAT, "tokens": 4 * 64, "rate": 0.1}  # after LONG: better at its first step
+LOSSES = ("start", "loss", "last")  # of the record of the delivered state
 BEST = {"evaluate": 1, "deliver": "best"}
 
 
@@ -106,6 +107,26 @@ def test_4_2_two_processes_deliver_the_best_state(student, words, tmp_path):
     assert_equal_tensors(tmp_path / "killed", tmp_path / "out")
     assert heal(student, words, tmp_path / "one", TOO_FAST, **BEST)["delivered"]["state"] == "step 2 of stage 1"
     ours, theirs = tensors(tmp_path / "out"), tensors(tmp_path / "one")
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deliver", ["best", "last"])
+def test_4_2_sharded_cores_are_normalized_and_folded(deliver, student, words, tmp_path):
+    """With FSDP2, which holds the normalization until the run ends, in two stages."""
+    stages = [{**stage, "weight_norm": "cores"} for stage in (LM, TOO_FAST)]
+    told = healing_recipe(words, *stages, **{**BEST, "deliver": deliver})
+    options = {**OPTIONS, "sharding": "fsdp2"}
+    assert run_processes(2, lambda rank: finetune(str(student), told, tmp_path / "out", **options)) == [0, 0]
+    finetune(str(student), told, tmp_path / "one", **OPTIONS)
+    reports = [json.loads((tmp_path / name / "surgery_report.json").read_text()) for name in ("out", "one")]
+    records = [report["training"][0] for report in reports]
+    ours, theirs = (record["delivered"] for record in records)
+    assert records[0]["spread"] == "FSDP2" and ours["state"] == theirs["state"]
+    assert [ours[key] for key in LOSSES] == pytest.approx([theirs[key] for key in LOSSES], rel=1e-3)
+    ours, theirs = tensors(tmp_path / "out"), tensors(tmp_path / "one")
+    assert ours.keys() == theirs.keys()
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-3)
 

@@ -99,6 +99,13 @@ def make_accelerator(device: str | None, precision: str, track: str | None, fold
     return accelerator
 
 
+def end_process_group() -> None:
+    """Leave the group of several processes. A process that runs several recipes calls it after the last one."""
+    from accelerate import PartialState
+
+    PartialState().destroy_process_group()
+
+
 def batch_layout(accelerator: Any, config: Any) -> BatchLayout:
     """Return how a stage's batch is divided over forwards and processes. config: the stage's."""
     return BatchLayout.create(config.batch, config.rows, accelerator.process_index, accelerator.num_processes)

@@ -27,6 +27,7 @@ from surgery.training.recipe import (
     new_model_stages,
     parse_healing_recipe,
     read_recipe_file,
+    with_overrides,
 )
 from surgery.training.stages import STAGES
 
@@ -63,7 +64,7 @@ def pretrain_folder() -> Path:
 def load_pretrain_recipe(name: str, overrides: list[str] | tuple[str, ...] = (), tiny: bool = False) -> PretrainRecipe:
     """Load a shipped recipe by name or a YAML file by path. tiny: apply the recipe's `tiny` block."""
     data, where = read_recipe_file(name, pretrain_folder(), "pretraining")
-    return parse_pretrain_recipe(apply_settings(data, where, overrides, tiny), where)
+    return parse_pretrain_recipe(apply_settings(data, where, overrides, tiny), with_overrides(where, overrides))
 
 
 def parse_pretrain_recipe(data: dict[str, Any], where: str = "recipe") -> PretrainRecipe:

@@ -50,8 +50,8 @@ class StageConfig(StrictModel):
     tokens: Annotated[Count, Field(ge=1)]
     batch: Annotated[int, Field(ge=1)] = 32
     rows: Annotated[int, Field(ge=1)] = 8
-    rate: Annotated[Real, Field(gt=0)]
-    rates: dict[str, Annotated[Real, Field(ge=0)]] = Field(default_factory=dict)
+    rate: Annotated[Real, Field(gt=0, allow_inf_nan=False)]
+    rates: dict[str, Annotated[Real, Field(ge=0, allow_inf_nan=False)]] = Field(default_factory=dict)
     schedule: Schedule = Schedule()
     optimiser: OptimizerConfig = OptimizerConfig()
     trains: tuple[str, ...] = ("new",)

@@ -1,7 +1,8 @@
-"""Text that a checkpoint was calibrated or trained on is not scored without a warning."""
+"""Text that a checkpoint was calibrated or trained on is not scored without a warning, nor is another original taken."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 
@@ -9,8 +10,8 @@ import pytest
 from helpers.small_training import TINY_CHECKPOINT as TINY
 
 import surgery
-from surgery.eval.fitted_text import fitted_text_warnings
 from surgery.eval.model import OpenedModel
+from surgery.eval.report_warnings import fitted_text_warnings, other_original_warning
 
 
 @pytest.fixture
@@ -49,6 +50,19 @@ def test_texts_that_the_report_names_are_found_by_any_path(place, text, use):
 )  # fmt: skip
 def test_any_report_is_survived(place, report):
     assert warnings_of(place, report, "calibration.txt") == []
+
+
+@pytest.mark.parametrize(
+    "source, warned",
+    [({"name": "SRC", "fingerprint": "0"}, True), (3, False), ({"name": ["SRC"], "fingerprint": "0"}, False), ({"name": "SRC", "fingerprint": None}, False)],
+)  # fmt: skip
+def test_an_original_is_compared_by_its_fingerprint(place, source, warned):
+    (place / "model" / "surgery_report.json").write_text(json.dumps({"source": source}))
+    models = OpenedModel("base", str(TINY), TINY, "1"), OpenedModel("converted", "M", place / "model", "2")
+    warning = other_original_warning(*models)
+    assert (warning is not None) == warned
+    assert not warned or "names 'SRC' as its original" in warning
+    assert other_original_warning(models[0], dataclasses.replace(models[1], fingerprint="1")) is None  # with itself
 
 
 def test_the_evaluation_warns_and_records_it(place, capsys):
