@@ -9,8 +9,9 @@ a convolution) lies side by side in that row, in float32 and in the size of the 
     rows = torch.zeros(requests, layout.size)
     out_NHV = mix_batch(mixer, layout, rows, batch, tokens)      updates the rows of the batch's requests
 
-How many tokens a row has seen is not stored: the server tells it. A row whose request has seen none is never read,
-because it holds what another request left.
+How many tokens a row has seen is not stored: the server tells it. A row whose request has seen none holds what another
+request left: `StateLayout.read` takes it as empty. A first piece may be one token long (a prompt of one token, or one
+token of a step's budget left), and may then come among the decodes.
 """
 
 from __future__ import annotations
@@ -59,7 +60,12 @@ class StateLayout:
         return max(0, max(0, seen - self.delay).bit_length() - bits) + (bits > 0)
 
     def read(self, rows_BS: Tensor, seen: Sequence[int]) -> MixerState:
-        """Return the state of the rows, (B, size), whose requests have seen that many tokens."""
+        """Return the state of the rows, (B, size), whose requests have seen that many tokens; zeros, which an empty state
+        is, for those that have seen none.
+        """
+        if 0 in seen:
+            is_new_B = torch.tensor([count == 0 for count in seen], device=rows_BS.device)
+            rows_BS = rows_BS.masked_fill(is_new_B.unsqueeze(1), 0)  # not a product: the rows may hold NaN
         parts = rows_BS.split([prod(shape) for shape in self.shapes.values()], dim=1)
         tensors = {
             n: flat.unflatten(1, shape) if shape else flat for (n, shape), flat in zip(self.shapes.items(), parts)
@@ -135,8 +141,7 @@ def mix_batch(mixer: LinearMixer, layout: StateLayout, cache_SN: Tensor, batch: 
         start, stop = batch.starts[request], batch.starts[request + 1]
         before = batch.lengths[request] - (stop - start)
         row = rows_R[request : request + 1]
-        state = layout.read(cache_SN[row], [before]) if before else mixer.empty_state(1, cache_SN.device)
-        out_1HTV, after = mixer(tokens.of_request(start, stop), state)
+        out_1HTV, after = mixer(tokens.of_request(start, stop), layout.read(cache_SN[row], [before]))
         cache_SN[row] = layout.write(after)
         out_NHV[start:stop] = out_1HTV[0].transpose(0, 1)
     return out_NHV

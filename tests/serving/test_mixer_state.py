@@ -76,9 +76,9 @@ def test_every_schedule_gives_the_output_of_the_whole_sequence(served, data):
     while any(n < len(s.x_ND) for n, s in zip(seen, sequences)):
         left = [i for i, s in enumerate(sequences) if seen[i] < len(s.x_ND)]
         chosen = data.draw(st.lists(st.sampled_from(left), min_size=1, unique=True))
-        counts = {i: data.draw(st.sampled_from([1, 2, 7, 40])) for i in chosen}
+        counts = {i: data.draw(st.sampled_from([1, 1, 2, 7, 40])) for i in chosen}
         counts = {i: min(n, len(sequences[i].x_ND) - seen[i]) for i, n in counts.items()}
-        steps = [i for i in chosen if counts[i] == 1 and seen[i]]
+        steps = [i for i in chosen if counts[i] == 1]  # first pieces too, as vLLM's linear attention has them
         order = steps + [i for i in chosen if i not in steps]
         parts = [piece(sequences[i], seen[i], seen[i] + counts[i]) for i in order]
         starts = [0, *torch.tensor([counts[i] for i in order]).cumsum(0).tolist()]
@@ -99,6 +99,28 @@ def test_a_restarted_request_does_not_read_its_old_row(served):
         batch = Batch(0, [0, 20], [20], torch.tensor([1]))
         out = mix_batch(mixer, layout, cache, batch, piece(sequences[1], 0, 20))
         torch.testing.assert_close(out, whole[1], rtol=0, atol=2e-4 * float(whole[1].abs().max()))
+
+
+@pytest.mark.parametrize("first", [1, 6, 20])
+def test_a_first_piece_among_the_decodes_does_not_read_what_another_request_left(served, first):
+    """The first request goes on; the second begins with one token in the row of a request that ended."""
+    mixer, layout, sequences, whole = served
+    cache = torch.zeros(2, layout.size)
+    for row in range(2):
+        mix_batch(
+            mixer, layout, cache, Batch(0, [0, first], [first], torch.tensor([row])), piece(sequences[0], 0, first)
+        )
+    parts = [piece(sequences[0], first, first + 1), piece(sequences[1], 0, 1)]
+    out = mix_batch(mixer, layout, cache, Batch(2, [0, 1, 2], [first + 1, 1], torch.tensor([0, 1])), joined(parts))
+    rest = Batch(0, [0, 19], [20], torch.tensor([1]))
+    out = torch.cat([out, mix_batch(mixer, layout, cache, rest, piece(sequences[1], 1, 20))])
+    wanted = torch.cat([whole[0][first : first + 1], whole[1]])
+    torch.testing.assert_close(out, wanted, rtol=0, atol=2e-4 * float(wanted.abs().max()))
+
+
+def test_the_empty_state_is_zeros_wherever_it_is_served(served):
+    mixer, layout, _, _ = served
+    assert not layout.write(mixer.empty_state(1, "cpu")).any()
 
 
 def test_the_state_of_log_linear_attention_grows_by_one_sum_for_each_doubling():
