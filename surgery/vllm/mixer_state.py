@@ -74,6 +74,16 @@ class StateLayout:
             tensors[BUCKETS] = tensors[BUCKETS][:, : self.count_buckets(max(seen))]
         return MixerState(torch.tensor(seen, device=rows_BS.device), tensors, max(seen))
 
+    def views(self, cache_SN: Tensor) -> dict[str, Tensor]:
+        """Return each tensor of the state for all rows of a cache, (rows, ..): views, so that a row is updated in
+        place.
+        """
+        views, start = {}, 0
+        for name, shape in self.shapes.items():
+            views[name] = cache_SN[:, start : start + prod(shape)].unflatten(1, shape)
+            start += prod(shape)
+        return views
+
     def write(self, state: MixerState) -> Tensor:
         """Return the rows, (B, size) in float32, of a state."""
         batch, parts = len(state.seen_B), []
@@ -133,9 +143,16 @@ def mix_batch(mixer: LinearMixer, layout: StateLayout, cache_SN: Tensor, batch: 
     out_NHV = tokens.v_NGV.new_zeros(len(tokens.x_ND), shape.heads, shape.value)
     rows_R = batch.rows_R.long()
     if n:
-        state = layout.read(cache_SN[rows_R[:n]], [length - 1 for length in batch.lengths[:n]])
-        out_BH1V, after = mixer(tokens.one_each(n), state)
-        cache_SN[rows_R[:n]] = layout.write(after)
+        seen = [length - 1 for length in batch.lengths[:n]]
+        if cache_SN.is_cuda:  # a kernel computes the step, and takes the rows apart from the cache
+            state = layout.read(cache_SN[rows_R[:n]], seen)
+            out_BH1V, after = mixer(tokens.one_each(n), state)
+            cache_SN[rows_R[:n]] = layout.write(after)
+        else:
+            if 0 in seen:
+                cache_SN[rows_R[:n][torch.tensor(seen) == 0], : layout.size] = 0
+            views, seen_B = layout.views(cache_SN), torch.tensor(seen)
+            out_BH1V = mixer.step_in_pool(tokens.one_each(n), seen_B, views, rows_R[:n])
         out_NHV[:n] = out_BH1V.squeeze(2)
     for request in range(n, len(batch.lengths)):
         start, stop = batch.starts[request], batch.starts[request + 1]

@@ -21,16 +21,25 @@ RECIPES = (
     *("log-linear", "log-linear-gdn", "log-linear-mamba2", "hybrid-25", "gated-deltanet", "ssd", "retnet", "tbm"),
     *("lolcats", "hedgehog"),
 )
+GATED = {"mixer": "linear", "mask": {"name": "gates"}, "scores": "delta"}
+OTHERS = {  # what no shipped recipe combines
+    "strong": {"mixer": "linear", "mask": {"name": "hierarchical", "admissibility": "strong"}, "scores": "delta"},
+    "matrix": {"mixer": "linear", "mask": {"name": "hierarchical", "matrix": "diagonal", "block": 4}, "window": 6},
+    "sinks": {**GATED, "window": 0, "sinks": 2},
+    "normalised": {**GATED, "scores": "kernel", "features": "elu", "normalise": True, "window": 6, "sinks": 2},
+    "blocks-delta": {"mixer": "linear", "mask": {"name": "toeplitz_blocks", "block": 4}, "scores": "delta"},
+    "convolution": {**GATED, "convolution": 4, "window": 6},
+}
 LENGTHS = (37, 20, 3)
 SMALLER = {"window": 6, "sinks": 2}  # than the shortest sequences
 
 
 def recipe_mixer(name: str):
-    """Return the mixer of a shipped recipe, with random parameters and a window and blocks that short sequences
+    """Return the mixer of a shipped recipe or of OTHERS, with random parameters and a window and blocks that short sequences
     leave.
     """
-    data = load_recipe(name, []).attention.config_for(SHAPE, 0, 1).to_dict()
-    data |= {k: v for k, v in SMALLER.items() if data.get(k)}
+    data = OTHERS.get(name) or load_recipe(name, []).attention.config_for(SHAPE, 0, 1).to_dict()
+    data = data | {k: v for k, v in SMALLER.items() if data.get(k)}
     if data["mask"].get("block", 1) > 1:
         data["mask"] = {**data["mask"], "block": 4}
     torch.manual_seed(0)
@@ -56,7 +65,7 @@ def piece(tokens: Tokens, start: int, stop: int) -> Tokens:
     return Tokens(*(t[start:stop] for t in tokens[:4]), (tokens.rope[0][start:stop], tokens.rope[1][start:stop]))
 
 
-@pytest.fixture(scope="module", params=RECIPES)
+@pytest.fixture(scope="module", params=(*RECIPES, *OTHERS))
 def served(request):
     mixer = recipe_mixer(request.param)
     torch.manual_seed(1)
