@@ -183,7 +183,7 @@ class LinearMixer(Mixer):
         sequence has seen seen_B[b] tokens. A page must be zeros before its sequence's first token.
         """
         mask_pool = {name.removeprefix("mask."): t for name, t in pool.items() if name.startswith("mask.")}
-        apply = lambda rows: (self.mask("step_in_pool", rows, mask_pool, page_B), None)  # noqa: E731
+        apply: MaskFn = lambda rows: (self.mask("step_in_pool", rows, mask_pool, page_B), None)  # noqa: E731
         rings = ("ring.", "sink.") if self.config.window else ()  # which are updated by slots
         past = {n: t[page_B] for n, t in pool.items() if not n.startswith(("mask.", *rings))}
         if not self.config.window:

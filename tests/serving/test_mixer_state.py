@@ -92,7 +92,7 @@ def test_every_schedule_gives_the_output_of_the_whole_sequence(served, data):
         parts = [piece(sequences[i], seen[i], seen[i] + counts[i]) for i in order]
         starts = [0, *torch.tensor([counts[i] for i in order]).cumsum(0).tolist()]
         lengths = [seen[i] + counts[i] for i in order]
-        batch = Batch(len(steps), starts, lengths, torch.tensor([rows[i] for i in order], dtype=torch.int32))
+        batch = Batch.of(len(steps), starts, lengths, torch.tensor([rows[i] for i in order], dtype=torch.int32))
         out = mix_batch(mixer, layout, cache, batch, joined(parts))
         for number, i in enumerate(order):
             outs[i].append(out[starts[number] : starts[number + 1]])
@@ -105,7 +105,7 @@ def test_a_restarted_request_does_not_read_its_old_row(served):
     mixer, layout, sequences, whole = served
     cache = torch.zeros(2, layout.size)
     for _ in range(2):
-        batch = Batch(0, [0, 20], [20], torch.tensor([1]))
+        batch = Batch.of(0, [0, 20], [20], torch.tensor([1]))
         out = mix_batch(mixer, layout, cache, batch, piece(sequences[1], 0, 20))
         torch.testing.assert_close(out, whole[1], rtol=0, atol=2e-4 * float(whole[1].abs().max()))
 
@@ -117,11 +117,11 @@ def test_a_first_piece_among_the_decodes_does_not_read_what_another_request_left
     cache = torch.zeros(2, layout.size)
     for row in range(2):
         mix_batch(
-            mixer, layout, cache, Batch(0, [0, first], [first], torch.tensor([row])), piece(sequences[0], 0, first)
+            mixer, layout, cache, Batch.of(0, [0, first], [first], torch.tensor([row])), piece(sequences[0], 0, first)
         )
     parts = [piece(sequences[0], first, first + 1), piece(sequences[1], 0, 1)]
-    out = mix_batch(mixer, layout, cache, Batch(2, [0, 1, 2], [first + 1, 1], torch.tensor([0, 1])), joined(parts))
-    rest = Batch(0, [0, 19], [20], torch.tensor([1]))
+    out = mix_batch(mixer, layout, cache, Batch.of(2, [0, 1, 2], [first + 1, 1], torch.tensor([0, 1])), joined(parts))
+    rest = Batch.of(0, [0, 19], [20], torch.tensor([1]))
     out = torch.cat([out, mix_batch(mixer, layout, cache, rest, piece(sequences[1], 1, 20))])
     wanted = torch.cat([whole[0][first : first + 1], whole[1]])
     torch.testing.assert_close(out, wanted, rtol=0, atol=2e-4 * float(wanted.abs().max()))
@@ -140,7 +140,7 @@ def test_the_state_of_log_linear_attention_grows_by_one_sum_for_each_doubling():
     cache = torch.zeros(1, layout.size)
     torch.manual_seed(1)
     with pytest.raises(SurgeryError, match="longer than the 4 sums"):
-        mix_batch(mixer, layout, cache, Batch(0, [0, 20], [20], torch.tensor([0])), random_tokens(20))
+        mix_batch(mixer, layout, cache, Batch.of(0, [0, 20], [20], torch.tensor([0])), random_tokens(20))
 
 
 @pytest.mark.parametrize(
