@@ -267,7 +267,7 @@ def vllm_tables(result: dict[str, Any]) -> list[Any]:
                 shown.append(f"{median(values):.2f}{spread}{ratio}")
             table.add_row(f"{cell[0]:,} x {cell[1]}", *shown)
         tables.append(table)
-    engine = next(iter(result["engines"].values()), {})
+    engine: dict[str, Any] = next(iter(result["engines"].values()), {})
     tables.append(f"vLLM {engine.get('vllm')} on {result['device']}, {result['dtype']}, {result['rounds']} rounds")
     for name, about in result["engines"].items():
         graphs = "eager" if about["eager"] else f"graphs {about['cudagraph_mode']}"
