@@ -129,6 +129,7 @@ class Hierarchical:
         return self.block.bit_length() - 1
 
 
+CACHED_ELEMENTS = 2**18  # of the buckets that a decoding step on a CPU computes together: 1 MB
 # Biases of lambda = 0 and lambda = 1, with c at its initial value: softplus maps -30 to 1e-13.
 ONE_LEVEL_BIASES: dict[str, tuple[float, float]] = {
     "softplus": (-30.0, math.log(math.e - 1)),
@@ -461,39 +462,45 @@ def step_alive_buckets(
 ) -> Tensor:
     """Return out_BGJV of `log_linear_step`, and update the buckets of the rows' pages in place.
 
-    All alive buckets of all rows are one batch of A matrices S. The delta rule takes S to
-    e^g (S - beta k (k^T S)), so k^T S and q^T S come from one product. alive_BN, into_B: see `bucket_plan`.
-    first_level: number of the lambda of bucket 0.
+    All alive buckets of all rows are one batch of A matrices S, computed in parts that fit a core's cache. The delta rule
+    takes S to e^g (S - beta k (k^T S)), so k^T S and q^T S come from one product. A token that joins a running block is
+    part of the same change of rank 1. alive_BN, into_B: see `bucket_plan`. first_level: number of the lambda of bucket 0.
     """
     wide = torch.promote_types(v_BGV.dtype, torch.float32)
     q_BGJF, k_BGF, v_BGV, gate_BG, level_BGJL = (x.to(wide) for x in (q_BGJF, k_BGF, v_BGV, gate_BG, level_BGJL))
-    row_A, bucket_A = alive_BN.nonzero(as_tuple=True)
     write_BGF = k_BGF if beta_BG is None else beta_BG.to(wide).unsqueeze(-1) * k_BGF
-    own_BGJ1 = q_BGJF @ write_BGF.unsqueeze(-1)
+    own_BGJ1, fade_BG11 = q_BGJF @ write_BGF.unsqueeze(-1), gate_BG.exp()[..., None, None]
     out_BGJV = level_BGJL[..., :1] * own_BGJ1 * v_BGV.unsqueeze(2)
-    total_BGFV = write_BGF.unsqueeze(-1) * v_BGV.unsqueeze(-2)
-    if len(row_A):
-        s_AGFV, fade_AG11 = pool_PNGFV[page_B[row_A], bucket_A].to(wide), gate_BG.exp()[row_A][..., None, None]
-        level_A = (bucket_A + first_level).clamp_max(level_BGJL.shape[-1] - 1)
+    keys_BGXF = q_BGJF if beta_BG is None else torch.cat([k_BGF.unsqueeze(2), q_BGJF], dim=2)
+    joins_B = (into_B >= 0) & alive_BN.gather(1, into_B.clamp_min(0).unsqueeze(1)).squeeze(1)
+    merging_M = ((into_B >= 0) & ~joins_B).nonzero().squeeze(1)
+    place_B = torch.zeros_like(into_B).index_copy_(0, merging_M, torch.arange(len(merging_M), device=into_B.device))
+    total_MGFV = write_BGF[merging_M].unsqueeze(-1) * v_BGV[merging_M].unsqueeze(-2)
+    row_A, bucket_A = alive_BN.nonzero(as_tuple=True)
+    joins_A = joins_B[row_A] & (bucket_A == into_B[row_A])
+    merges_A = ~joins_B[row_A] & (bucket_A <= into_B[row_A])
+    level_A = (bucket_A + first_level).clamp_max(level_BGJL.shape[-1] - 1)
+    part = max(1, CACHED_ELEMENTS // pool_PNGFV[0, 0].numel())
+    for row_A, bucket_A, joins_A, merges_A, level_A in zip(  # noqa: B020
+        *(t.split(part) for t in (row_A, bucket_A, joins_A, merges_A, level_A))
+    ):
+        at_A = page_B[row_A], bucket_A
+        s_AGFV, fade_AG11 = pool_PNGFV[at_A].to(wide), fade_BG11[row_A]
         level_AGJ1 = level_BGJL[row_A].gather(-1, level_A[:, None, None, None].expand(-1, *level_BGJL.shape[1:3], 1))
-        if beta_BG is None:
-            seen_AGJV = q_BGJF[row_A] @ s_AGFV
-            s_AGFV.mul_(fade_AG11)
-        else:
-            both_AGXV = torch.cat([k_BGF.unsqueeze(2), q_BGJF], dim=2)[row_A] @ s_AGFV
-            read_AG1V = both_AGXV[:, :, :1]
-            seen_AGJV = both_AGXV[:, :, 1:] - own_BGJ1[row_A] * read_AG1V
-            change_AG1V = -fade_AG11 * read_AG1V
-            s_AGFV.mul_(fade_AG11)
-            s_AGFV.flatten(0, 1).baddbmm_(write_BGF[row_A].flatten(0, 1).unsqueeze(2), change_AG1V.flatten(0, 1))
-        out_BGJV = out_BGJV.index_add_(0, row_A, level_AGJ1 * fade_AG11 * seen_AGJV)
-        joins_A = bucket_A <= into_B[row_A]
-        stays_A, moves_A = (~joins_A).nonzero().squeeze(1), joins_A.nonzero().squeeze(1)
-        pool_PNGFV[page_B[row_A[stays_A]], bucket_A[stays_A]] = s_AGFV[stays_A].to(pool_PNGFV.dtype)
-        total_BGFV.index_add_(0, row_A[moves_A], s_AGFV[moves_A])
-        pool_PNGFV[page_B[row_A[moves_A]], bucket_A[moves_A]] = 0
-    enters_B = (into_B >= 0).nonzero().squeeze(1)
-    pool_PNGFV[page_B[enters_B], into_B[enters_B]] = total_BGFV[enters_B].to(pool_PNGFV.dtype)
+        seen_AGJV = keys_BGXF[row_A] @ s_AGFV
+        change_AG1V = joins_A[:, None, None, None] * v_BGV[row_A].unsqueeze(2)
+        if beta_BG is not None:
+            read_AG1V, seen_AGJV = seen_AGJV[:, :, :1], seen_AGJV[:, :, 1:]
+            seen_AGJV = seen_AGJV - own_BGJ1[row_A] * read_AG1V
+            change_AG1V = change_AG1V - fade_AG11 * read_AG1V
+        out_BGJV.index_add_(0, row_A, level_AGJ1 * fade_AG11 * seen_AGJV)
+        s_AGFV.mul_(fade_AG11)
+        s_AGFV.flatten(0, 1).baddbmm_(write_BGF[row_A].flatten(0, 1).unsqueeze(2), change_AG1V.flatten(0, 1))
+        if bool(merges_A.any()):
+            total_MGFV.index_add_(0, place_B[row_A[merges_A]], s_AGFV[merges_A])
+            s_AGFV[merges_A] = 0
+        pool_PNGFV[at_A] = s_AGFV.to(pool_PNGFV.dtype)
+    pool_PNGFV[page_B[merging_M], into_B[merging_M]] = total_MGFV.to(pool_PNGFV.dtype)
     return out_BGJV
 
 
