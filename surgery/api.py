@@ -864,7 +864,7 @@ def bench(
     """Benchmark the kernels against their PyTorch references and torch's own operators. Return the measurements.
 
     Args:
-        what: linear, attention, decode, model, speed, serve, train or draft.
+        what: linear, attention, decode, model, speed, serve, train, vllm or draft.
         sizes: full, main or small; None: full on a GPU, else small.
         peers: include other libraries.
         only: comma-separated words; only implementations whose name contains one of them run. A word after a minus sign
@@ -873,7 +873,8 @@ def bench(
         out: JSON file, written after every case.
         time_limit: seconds after which no further case starts.
         device, progress: as in `convert`.
-        model: for linear: a checkpoint whose shapes are measured instead of `sizes`.
+        model: for linear: a checkpoint whose shapes are measured instead of `sizes`. For vllm: folders of checkpoints,
+            separated by commas, the first of which the others are compared with.
         model, drafter, text: for draft: the checkpoint, the recipe or folder of its drafter or prompt-lookup (None:
             sliding-window, or prompt-lookup for a model with mixers), and the text of the prompts.
         replay: for draft: the `out` of an earlier draft benchmark, whose acceptance is timed on random weights; no
@@ -891,8 +892,16 @@ def bench(
         asked = {"device": device, "dtype": dtype, "out": file, "progress": shown, "replayed": replay}
         measured = bench_draft(model, drafter, text, sizes, **asked, time_limit=time_limit)
         return CommandResult(measured, lambda: draft_tables(measured))
-    if model is not None and what != "linear":
-        raise SurgeryError(f"model is an option of bench draft and bench linear (got bench {what}). Leave it out")
+    if what == "vllm" and drafter is None and text is None and replay is None:
+        from surgery.eval.speed.vllm_engines import bench_vllm, vllm_tables
+
+        folders = None if model is None else str(model)
+        measured = bench_vllm(folders, sizes, only=only, dtype=dtype, out=file, time_limit=time_limit, progress=shown)
+        return CommandResult(measured, lambda: vllm_tables(measured))
+    if model is not None and what not in ("linear", "vllm"):
+        raise SurgeryError(
+            f"model is an option of bench draft, bench linear and bench vllm (got bench {what}). Leave it out"
+        )
     if stage is not None and what != "train":
         raise SurgeryError(f"stage is an option of bench train (got bench {what}). Leave it out")
     for name, value in {"drafter": drafter, "text": text, "replay": replay}.items():

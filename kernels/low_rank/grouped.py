@@ -16,7 +16,7 @@ from surgery.kernels.launch import CachedLaunch
 from surgery.kernels.low_rank import accepts, is_faster
 from surgery.kernels.matvec.kernel import supports_early_launch
 from surgery.kernels.matvec.plan import GroupedSizes, grouped_launch
-from surgery.structures.grouped import Biases, Tensors, low_rank_group
+from surgery.structures.grouped import Biases, Tensors, low_rank_group, low_rank_stack
 
 MAX_LINEARS = 3
 
@@ -38,7 +38,7 @@ def is_group_faster(x: Tensor, rights: Tensors, lefts: Tensors, biases: Biases) 
 
 
 class _Shape(NamedTuple):
-    """What a plan depends on. strides: of both axes of x."""
+    """What a plan depends on. strides: of both axes of x. side_by_side: whether the outputs are columns of one tensor."""
 
     tokens: int
     inputs: int
@@ -47,14 +47,17 @@ class _Shape(NamedTuple):
     strides: tuple[int, int]
     bias: bool
     early: bool
+    side_by_side: bool = False
 
 
 @lru_cache(maxsize=4096)
 def _plan(shape: _Shape) -> tuple[CachedLaunch, CachedLaunch]:
-    N, I, ranks, outputs, strides, bias, early = shape  # noqa: E741
+    N, I, ranks, outputs, strides, bias, early, side_by_side = shape  # noqa: E741
     zeros, starts, width = (0,) * len(ranks), tuple(sum(ranks[:n]) for n in range(len(ranks))), sum(ranks)
     near = GroupedSizes((I,) * len(ranks), ranks, zeros, starts, (width,) * len(ranks))
-    far = GroupedSizes(ranks, outputs, starts, zeros, outputs)
+    columns = tuple(sum(outputs[:n]) for n in range(len(outputs)))
+    out_at, out_rows = (columns, (sum(outputs),) * len(outputs)) if side_by_side else (zeros, outputs)
+    far = GroupedSizes(ranks, outputs, starts, out_at, out_rows)
     return (
         grouped_launch(N, strides, near, first=early),
         grouped_launch(N, (width, 1), far, bias=bias, second=early),
@@ -103,6 +106,32 @@ def low_rank_group_triton(x: Tensor, rights: Tensors, lefts: Tensors, biases: Bi
     first(x_NI, *_three(rights), z, z, z, z, z, z)
     second(z, *_three(lefts), *(outs if biases[0] is None else _three(biases)), *outs)
     return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in ys)
+
+
+def accepts_stack(x: Tensor, right_RI: Tensor, lefts: Tensors) -> bool:
+    """Return whether the kernel computes this call: two or three linears that the kernel of one accepts."""
+    return accepts_group(x, _rights(right_RI, lefts), lefts, (None,) * len(lefts)) and not torch.compiler.is_compiling()
+
+
+def is_stack_faster(x: Tensor, right_RI: Tensor, lefts: Tensors) -> bool:
+    """Return whether each linear alone is faster by the kernel."""
+    return is_group_faster(x, _rights(right_RI, lefts), lefts, (None,) * len(lefts))
+
+
+def _rights(right_RI: Tensor, lefts: Tensors) -> Tensors:
+    return right_RI.split([left.shape[2] for left in lefts])
+
+
+@register_kernel(low_rank_stack, accepts=accepts_stack, is_faster=is_stack_faster)
+def low_rank_stack_triton(x: Tensor, right_RI: Tensor, lefts: Tensors) -> Tensor:
+    """Return the outputs side by side, (.., sum of O_m); arguments as in `low_rank_stack`."""
+    x_NI, rights, outputs = x.reshape(-1, x.shape[-1]), _rights(right_RI, lefts), tuple(t.shape[1] for t in lefts)
+    shape = x_NI.shape[0], x_NI.shape[1], tuple(map(len, rights)), outputs, (x_NI.stride(0), x_NI.stride(1))
+    first, second = _plan(_Shape(*shape, False, supports_early_launch(x.device), True))
+    z, y = x.new_empty(len(x_NI), len(right_RI)), x.new_empty(len(x_NI), sum(outputs))
+    first(x_NI, *_three(rights), z, z, z, z, z, z)
+    second(z, *_three(lefts), y, y, y, y, y, y)
+    return y.view(*x.shape[:-1], y.shape[1])
 
 
 # -- torch.compile -----------------------------------------------------------------------------------------------------

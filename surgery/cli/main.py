@@ -330,7 +330,8 @@ def bench_speed(
     what: Annotated[
         str,
         typer.Argument(
-            metavar="WHAT", help="Benchmark to run: linear, attention, decode, model, speed, serve, train or draft."
+            metavar="WHAT",
+            help="Benchmark to run: linear, attention, decode, model, speed, serve, train, vllm or draft.",
         ),
     ],
     peers: options.Peers = False,
@@ -364,6 +365,13 @@ def bench_speed(
         asked |= {"time_limit": time_limit, "command": command_words(context)}
         measured = bench_draft(model, drafter, text, sizes, **asked)
         print(json.dumps(measured, indent=2)) if as_json else _show(draft_tables(measured))
+        return
+    if what == "vllm" and not (drafter or text or replay):
+        from surgery.eval.speed.vllm_engines import bench_vllm, vllm_tables
+
+        asked = {"only": only, "dtype": dtype, "out": out, "time_limit": time_limit, "progress": _progress(as_json)}
+        measured = bench_vllm(model, sizes, **asked, command=command_words(context))
+        print(json.dumps(measured, indent=2)) if as_json else _show(vllm_tables(measured))
         return
     if drafter or text or replay or (model and what != "linear"):
         from surgery import api

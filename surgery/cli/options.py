@@ -252,7 +252,7 @@ DraftModel = Annotated[
         "--model",
         metavar="SRC",
         help="With draft: the checkpoint, a local folder or a Hub id. With linear: measure the shapes of its linears, "
-        "from its config alone.",
+        "from its config alone. With vllm: folders, separated by commas; the first is compared with.",
     ),
 ]
 DrafterName = Annotated[

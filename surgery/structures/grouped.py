@@ -17,9 +17,10 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.core.dispatch import dispatched_by
+from surgery.core.dispatch import dispatched, dispatched_by
 from surgery.structures.base import is_exporting
 from surgery.structures.low_rank import LowRankLinear, low_rank_call_key, low_rank_linear
 
@@ -39,6 +40,24 @@ def low_rank_group(x: Tensor, rights: Tensors, lefts: Tensors, biases: Biases) -
     rights: (R_m, I). lefts: (1, O_m, R_m). On a GPU one kernel computes all for a few tokens.
     """
     return tuple(low_rank_linear(x, *factors) for factors in zip(rights, lefts, biases))
+
+
+@dispatched
+def low_rank_stack(x: Tensor, right_RI: Tensor, lefts: Tensors) -> Tensor:
+    """Return left_m (right_m x) of every linear m side by side, (.., sum of O_m), for x (.., I). Without gradients.
+
+    right_RI: the factors right_m one after another, so one product computes the first half of all. lefts: (1, O_m, R_m);
+    each product writes its columns of the output. On a GPU a kernel computes all for a few tokens.
+    """
+    z_NR = F.linear(x.reshape(-1, x.shape[-1]), right_RI)
+    if len(lefts) == 1:
+        y_NO = F.linear(z_NR, lefts[0][0])
+    else:
+        y_NO = z_NR.new_empty(len(z_NR), sum(left.shape[1] for left in lefts))
+        parts, columns = z_NR.split([left.shape[2] for left in lefts], 1), [left.shape[1] for left in lefts]
+        for part_NR, left_1OR, out_NO in zip(parts, lefts, y_NO.split(columns, 1)):
+            torch.mm(part_NR, left_1OR[0].T, out=out_NO)
+    return y_NO.view(*x.shape[:-1], y_NO.shape[1])
 
 
 class _Kept(threading.local):

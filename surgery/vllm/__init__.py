@@ -7,16 +7,26 @@ it.
 
 from __future__ import annotations
 
+import logging
+
 
 def register() -> None:
     """Register the table of replaced linears, the model class of checkpoints with mixers, and the config parser that
-    chooses the class. Calling it again does nothing."""
+    chooses the class. Calling it again does nothing.
+
+    With an untested version of vLLM it says so and registers nothing: ordinary checkpoints are served as without the
+    plugin, and vLLM refuses converted ones (unknown quantization method).
+    """
     from vllm import ModelRegistry
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 
     from surgery.checkpoint.table import QUANT_METHOD
+    from surgery.vllm.versions import installed_version, version_problem
 
     if QUANT_METHOD in QUANTIZATION_METHODS:
+        return
+    if (problem := version_problem(installed_version())) is not None:
+        logging.getLogger("vllm.plugins.surgery").warning("the plugin surgery stays off: %s", problem)
         return
     from surgery.vllm.config_parser import register_parser
     from surgery.vllm.linear import SurgeryTable

@@ -15,6 +15,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from surgery.mixers.linear import LinearMixer
+from surgery.vllm.backend import register_mixer_backend
 from surgery.vllm.mixer_state import Batch, StateLayout, Tokens, mix_batch
 
 ATTENTION_NAME = "surgery_vllm"
@@ -53,7 +54,7 @@ class MixerLayer(nn.Module, MambaBase):
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
         """The kind of metadata that vLLM makes for this layer."""
-        return MambaAttentionBackendEnum.LINEAR
+        return MambaAttentionBackendEnum.CUSTOM
 
     def mix(self, tokens: Tokens, out_NHV: Tensor) -> None:
         """Write the outputs of a call's tokens to `out_NHV`, and the states to the cache.
@@ -64,12 +65,8 @@ class MixerLayer(nn.Module, MambaBase):
         metadata: Any = get_forward_context().attn_metadata
         if metadata is None:
             return
-        batch_metadata = metadata[self.prefix]
-        requests = batch_metadata.num_decodes + batch_metadata.num_prefills
-        starts = batch_metadata.query_start_loc[: requests + 1].tolist()
-        lengths = batch_metadata.seq_lens[:requests].tolist()
-        batch = Batch(batch_metadata.num_decodes, starts, lengths, batch_metadata.state_indices_tensor[:requests])
-        count = starts[-1]
+        batch: Batch = metadata[self.prefix].batch
+        count = batch.starts[-1]
         rope = None if tokens.rope is None else (tokens.rope[0][:count], tokens.rope[1][:count])
         q_NHK, k_NGK, v_NGV, x_ND = (t[:count] for t in tokens[:4])
         real = Tokens(q_NHK, k_NGK, v_NGV, x_ND, rope)
@@ -96,6 +93,7 @@ def surgery_mixer(
     layer.mix(Tokens(query, key, value, x, rope), output)
 
 
+register_mixer_backend()
 direct_register_custom_op(op_name=OPERATOR, op_func=surgery_mixer, mutates_args=["output"])
 
 

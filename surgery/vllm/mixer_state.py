@@ -9,8 +9,9 @@ a convolution) lies side by side in that row, in float32 and in the size of the 
     rows = torch.zeros(requests, layout.size)
     out_NHV = mix_batch(mixer, layout, rows, batch, tokens)      updates the rows of the batch's requests
 
-How many tokens a row has seen is not stored: the server tells it. A row whose request has seen none is never read,
-because it holds what another request left.
+How many tokens a row has seen is not stored: the server tells it. A row whose request has seen none holds what another
+request left: `StateLayout.read` takes it as empty. A first piece may be one token long (a prompt of one token, or one
+token of a step's budget left), and may then come among the decodes.
 """
 
 from __future__ import annotations
@@ -58,15 +59,29 @@ class StateLayout:
         bits = self.mask.block_bits
         return max(0, max(0, seen - self.delay).bit_length() - bits) + (bits > 0)
 
-    def read(self, rows_BS: Tensor, seen: Sequence[int]) -> MixerState:
-        """Return the state of the rows, (B, size), whose requests have seen that many tokens."""
+    def read(self, rows_BS: Tensor, seen: Sequence[int], seen_B: Tensor) -> MixerState:
+        """Return the state of the rows, (B, size), whose requests have seen that many tokens; zeros, which an empty state
+        is, for those that have seen none. seen_B: the same numbers on the rows' device.
+        """
+        if 0 in seen:
+            rows_BS = rows_BS.masked_fill((seen_B == 0).unsqueeze(1), 0)  # not a product: the rows may hold NaN
         parts = rows_BS.split([prod(shape) for shape in self.shapes.values()], dim=1)
         tensors = {
             n: flat.unflatten(1, shape) if shape else flat for (n, shape), flat in zip(self.shapes.items(), parts)
         }
         if BUCKETS in tensors:
             tensors[BUCKETS] = tensors[BUCKETS][:, : self.count_buckets(max(seen))]
-        return MixerState(torch.tensor(seen, device=rows_BS.device), tensors, max(seen))
+        return MixerState(seen_B, tensors, max(seen))
+
+    def views(self, cache_SN: Tensor) -> dict[str, Tensor]:
+        """Return each tensor of the state for all rows of a cache, (rows, ..): views, so that a row is updated in
+        place.
+        """
+        views, start = {}, 0
+        for name, shape in self.shapes.items():
+            views[name] = cache_SN[:, start : start + prod(shape)].unflatten(1, shape)
+            start += prod(shape)
+        return views
 
     def write(self, state: MixerState) -> Tensor:
         """Return the rows, (B, size) in float32, of a state."""
@@ -88,13 +103,21 @@ class Batch:
     """The requests of one call, those that decode one token first.
 
     decodes: their number. starts: first token of each request in the call, and the number of all tokens. lengths:
-    tokens of each request, those of this call included. rows_R: the row of each request in the cache.
+    tokens of each request, those of this call included. rows_R: the row of each request in the cache. seen_R: tokens of
+    each request before this call, on the cache's device.
     """
 
     decodes: int
     starts: list[int]
     lengths: list[int]
     rows_R: Tensor
+    seen_R: Tensor
+
+    @classmethod
+    def of(cls, decodes: int, starts: list[int], lengths: list[int], rows_R: Tensor) -> Batch:
+        """Return the batch, with seen_R computed here and moved to the device of rows_R."""
+        seen = [length - (stop - start) for length, start, stop in zip(lengths, starts, starts[1:], strict=False)]
+        return cls(decodes, starts, lengths, rows_R, torch.tensor(seen, device=rows_R.device))
 
 
 class Tokens(NamedTuple):
@@ -125,18 +148,24 @@ def mix_batch(mixer: LinearMixer, layout: StateLayout, cache_SN: Tensor, batch: 
     """
     shape, n = mixer.shape, batch.decodes
     out_NHV = tokens.v_NGV.new_zeros(len(tokens.x_ND), shape.heads, shape.value)
-    rows_R = batch.rows_R.long()
+    rows_R, seen_R = batch.rows_R.long(), batch.seen_R.long()
     if n:
-        state = layout.read(cache_SN[rows_R[:n]], [length - 1 for length in batch.lengths[:n]])
-        out_BH1V, after = mixer(tokens.one_each(n), state)
-        cache_SN[rows_R[:n]] = layout.write(after)
+        seen = [length - 1 for length in batch.lengths[:n]]
+        if cache_SN.is_cuda:  # a kernel computes the step, and takes the rows apart from the cache
+            state = layout.read(cache_SN[rows_R[:n]], seen, seen_R[:n])
+            out_BH1V, after = mixer(tokens.one_each(n), state)
+            cache_SN[rows_R[:n]] = layout.write(after)
+        else:
+            if 0 in seen:
+                cache_SN[rows_R[:n][seen_R[:n] == 0], : layout.size] = 0
+            out_BH1V = mixer.step_in_pool(tokens.one_each(n), seen_R[:n], layout.views(cache_SN), rows_R[:n])
         out_NHV[:n] = out_BH1V.squeeze(2)
     for request in range(n, len(batch.lengths)):
         start, stop = batch.starts[request], batch.starts[request + 1]
         before = batch.lengths[request] - (stop - start)
-        row = rows_R[request : request + 1]
-        state = layout.read(cache_SN[row], [before]) if before else mixer.empty_state(1, cache_SN.device)
+        one = slice(request, request + 1)
+        state = layout.read(cache_SN[rows_R[one]], [before], seen_R[one])
         out_1HTV, after = mixer(tokens.of_request(start, stop), state)
-        cache_SN[row] = layout.write(after)
+        cache_SN[rows_R[one]] = layout.write(after)
         out_NHV[start:stop] = out_1HTV[0].transpose(0, 1)
     return out_NHV

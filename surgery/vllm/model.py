@@ -5,6 +5,7 @@ caches.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,19 +37,38 @@ class SurgeryForCausalLM(TransformersForCausalLM, IsHybrid):
         operators = vllm_config.compilation_config.splitting_ops
         if operators is not None and f"vllm::{OPERATOR}" not in operators:
             operators.append(f"vllm::{OPERATOR}")  # compiled graphs end at a mixer, as at attention
+        self.vllm_config = vllm_config  # vLLM 0.26 does not keep it
         super().__init__(vllm_config=vllm_config, prefix=prefix)
 
     def _create_attention_instances(self, prefix: str = "") -> None:
-        """Make vLLM's attention layers, then replace those of the table by mixers."""
+        """Make vLLM's attention layers, each the child `attn` of its module, and replace those of the table by mixers.
+
+        vLLM 0.32 calls this.
+        """
         super()._create_attention_instances(prefix)
+        self.place_mixers(lambda module: module.attn)
+
+    def create_attention_instances(self) -> Any:
+        """Return vLLM's attention layers, by layer number, without those of the table, which become mixers.
+
+        vLLM 0.26 calls this: its layers lie in no module, and the dict is passed to the attention function.
+        """
+        layers = super().create_attention_instances()
+        self.place_mixers(lambda module: layers.pop(module.layer_idx))
+        return layers
+
+    def place_mixers(self, take: Callable[[Any], Any]) -> None:
+        """Put a mixer in the place of each attention layer of the table.
+
+        take: returns the layer that vLLM made for a module.
+        """
         context, dtype = self.compilation_config.static_forward_context, self.model_config.dtype
         size = self.get_mamba_state_shape_from_config(self.vllm_config)[0][0]
         host = copy.copy(self.text_config)
         host._attn_implementation_internal = ATTENTION_NAME
         for path, mixer in build_mixers(self.vllm_config).items():
             module = self.get_submodule(path)
-            del context[module.attn.layer_name]
-            del module.attn
+            del context[take(module).layer_name]
             module.config, module.mixer = (
                 host,
                 mixer.to(device=self.device_config.device, dtype=dtype).requires_grad_(False),

@@ -10,6 +10,9 @@ Every part is a structure with a rank of its own, or dense. Tensors of all parts
 another in one flat tensor, because vLLM's loaders address a tensor by the name of the fused linear and a part's number.
 This module does not import vLLM.
 
+Low-rank parts that follow one another are computed together: their factors `right` lie one after another in the flat
+tensor, so one product computes the first half of all.
+
 With tensor parallelism each process holds a slice of every part: see `slice_spec`.
 """
 
@@ -28,6 +31,8 @@ from surgery.checkpoint.table import is_pruned
 from surgery.core.errors import SurgeryError
 from surgery.modeling.modules import build_module, fewer_features, is_joined
 from surgery.structures import StructuredLinear
+from surgery.structures.grouped import low_rank_stack
+from surgery.structures.low_rank import LowRankLinear
 
 Side = Literal["out", "in"]
 SLICED = ("low_rank", "btt", "monarch", "dense", "folded")
@@ -90,6 +95,7 @@ class PackedLinear:
                 start, _ = self.tensors.get(name, (0, t.dtype))
                 slots[name] = (start, tuple(t.shape))
                 self.tensors[name] = (start + t.numel(), t.dtype)
+        self.stacks = self._find_stacks()
         self.has_biases = any(name.rpartition(".")[2] == "bias" for name in self.tensors)
         self.missing = {(part, name) for part, slots in enumerate(self.places) for name in slots}
 
@@ -142,14 +148,45 @@ class PackedLinear:
 
     def __call__(self, flats: dict[str, Tensor], x: Tensor) -> Tensor:
         """Return the parts' outputs side by side, (.., sum of out), for x (.., in)."""
-        parts = list(zip(self.modules, self._parts(flats)))
-        if self.joined and len(parts) == 1:  # one of joined linears, alone in its layer
+        if self.joined and len(self.modules) == 1:  # one of joined linears, alone in its layer
             return self.whole(flats, x)[..., self.rows()]
-        first, last = (self.joined[0], self.joined[-1] + 1) if self.joined else (0, 0)
-        outs = [functional_call(module, tensors, (x,)) for module, tensors in parts[:first]]
-        outs += [self.whole(flats, x)] if self.joined else []
-        outs += [functional_call(module, tensors, (x,)) for module, tensors in parts[last:]]
+        parts, outs, part = self._parts(flats), [], 0
+        while part < len(parts):
+            if part in self.joined:
+                outs.append(self.whole(flats, x))
+                part = self.joined[-1] + 1
+            elif part in self.stacks:
+                outs.append(self._stack(flats, x, self.stacks[part]))
+                part = self.stacks[part][-1] + 1
+            else:
+                outs.append(functional_call(self.modules[part], parts[part], (x,)))
+                part += 1
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
+
+    def _find_stacks(self) -> dict[int, range]:
+        """Return first part -> parts of each run of low-rank linears whose factors `right` lie one after another."""
+        stacks: dict[int, range] = {}
+        part = 0
+        while part < len(self.modules):
+            stop = part
+            while stop < len(self.modules) and type(self.modules[stop]) is LowRankLinear:
+                stop += 1
+            if stop > part:
+                stacks[part] = range(part, stop)
+            part = max(stop, part + 1)
+        return stacks
+
+    def _stack(self, flats: dict[str, Tensor], x: Tensor, parts: range) -> Tensor:
+        """Return the outputs of a run of low-rank linears, side by side."""
+        places = [self.places[part] for part in parts]
+        start, inputs = places[0]["right"][0], places[0]["right"][1][1]
+        stop = places[-1]["right"][0] + prod(places[-1]["right"][1])
+        lefts = [flats["weight"][a : a + prod(shape)].view(shape) for a, shape in (p["weight"] for p in places)]
+        right_RI = flats["right"][start:stop].view(-1, inputs)
+        if torch.compiler.is_compiling():
+            y: Tensor = STACK_OP(x, right_RI, lefts)
+            return y
+        return low_rank_stack(x, right_RI, tuple(lefts))
 
     def whole(self, flats: dict[str, Tensor], x: Tensor) -> Tensor:
         """Return the output of the matrix of joined linears, with the rows of all, (.., sum of out)."""
@@ -163,6 +200,21 @@ class PackedLinear:
         first: Any = self.modules[0]
         rows: slice = first.rows()
         return rows
+
+
+# vLLM traces a model once for all numbers of tokens, at the largest. Inside the operator, each call chooses for its own.
+def _stack_forward(x: Tensor, right_RI: Tensor, lefts: list[Tensor]) -> Tensor:
+    with torch.no_grad():
+        return low_rank_stack(x, right_RI, tuple(lefts))
+
+
+STACK_OP: Any = torch.library.custom_op(
+    "surgery::low_rank_stack",
+    _stack_forward,
+    mutates_args=(),
+    schema="(Tensor x, Tensor right_RI, Tensor[] lefts) -> Tensor",
+)
+STACK_OP.register_fake(lambda x, right_RI, lefts: x.new_empty(*x.shape[:-1], sum(left.shape[1] for left in lefts)))
 
 
 def _find_joined(specs: list[dict[str, Any] | None], out_features: tuple[int, ...]) -> range:

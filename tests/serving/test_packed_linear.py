@@ -93,6 +93,45 @@ def test_parts_of_different_structure_rank_and_dtype_lie_side_by_side():
     torch.testing.assert_close(packed(flats, x), torch.cat([module(x) for module in modules], -1), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("low_rank", "low_rank", "low_rank"),
+        ("low_rank", "dense", "low_rank"),
+        ("btt", "low_rank", "low_rank"),
+        ("low_rank", "low_rank", "mlr", "low_rank"),
+    ],
+    ids="-".join,
+)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_low_rank_parts_with_stacked_right_factors_give_the_parts_outputs(names, compiled):
+    outs, ranks = (32, 16, 24, 16), (8, 3, 5, 2)
+    specs = [
+        {**entry(name, out), **({"rank": rank} if name == "low_rank" else {})}
+        for name, out, rank in zip(names, outs, ranks)
+    ]
+    modules = [random_module(spec).double() for spec in specs]
+    packed = PackedLinear(specs, IN, outs[: len(names)], torch.float64)
+    flats = fill(packed, modules)
+    run = torch.compile(packed.__call__, backend="eager") if compiled else packed
+    for tokens in ((), (1,), (5,), (2, 3)):
+        x = torch.randn(*tokens, IN, dtype=torch.float64)
+        wanted = torch.cat([module(x) for module in modules], -1).detach()
+        torch.testing.assert_close(run(flats, x), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_run_of_low_rank_parts_has_one_product_with_the_input(monkeypatch):
+    import torch.nn.functional as F
+
+    products, linear = [], F.linear
+    specs = [entry("low_rank", 32), entry("low_rank", 16), entry("low_rank", 16)]
+    packed = PackedLinear(specs, IN, (32, 16, 16), torch.float32)
+    flats = fill(packed, [random_module(spec) for spec in specs])
+    monkeypatch.setattr(F, "linear", lambda x, w, *b: products.append(tuple(w.shape)) or linear(x, w, *b))
+    packed(flats, torch.randn(5, IN))
+    assert products == [(24, IN)]
+
+
 def test_a_split_linear_keeps_its_order_and_biases():
     parts = {"query": {**entry("btt", 32), "bias": True}, "key": {**entry("low_rank", 16), "bias": True}}
     spec = {"structure": "split", "parts": parts, "order": ["query", "key"], "heads": 4}

@@ -4,7 +4,7 @@ alone, in float32.
 A schedule is a list of events: requests join, the engine makes steps, requests are cancelled. A failing schedule is
 shrunk to one from which no event can be left out, and printed.
 
-    SURGERY_SCHEDULES=500 .venv-vllm/bin/python -m pytest tests/serving/test_vllm_schedules.py      more of them
+    SURGERY_SCHEDULES=500 .venv-vllm-0.32/bin/python -m pytest tests/serving/test_vllm_schedules.py      more of them
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from serving.engines import apart, engine, needs_vllm, preemptions
 COUNT = int(os.environ.get("SURGERY_SCHEDULES", "0"))
 TOKENS = 16  # that a request asks for at most
 # With a long prefix in common; of 118 to 125 tokens, which begin a second block of 128 while they are written; short
-# and ragged.
+# and ragged; of one token, whose first piece vLLM may count as a decode, in a row that holds what another request left.
 PROMPTS = [*ragged_prompts(4, shared=280, longest=60), *ragged_prompts(6, shared=112, longest=13), *ragged_prompts(4)]
+PROMPTS += [[prompt[0]] for prompt in ragged_prompts(3)]
 BORDER = range(4, 10)
 Event = tuple[Any, ...]  # ("join", prompt, tokens), ("steps", number), ("cancel", which of the running requests)
 

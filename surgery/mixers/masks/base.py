@@ -109,6 +109,17 @@ class Mask(MethodModule):
         """Return (out_BGJTV, state after the token) for one token per row (T = 1)."""
         raise NotImplementedError
 
+    def step_in_pool(self, rows: MaskInputs, pool: MaskState, page_B: Tensor) -> Tensor:
+        """Return out_BGJTV of one token per row (T = 1), and update the state of each row in place.
+
+        pool: the tensors of `empty_state`, with a page for each sequence of a server, of which row b has page_B[b]; no
+        two rows share one. Log-linear masks have all buckets that the longest sequence needs; dead ones are zeros.
+        """
+        out_BGJTV, after = self.step(rows, {name: t[page_B] for name, t in pool.items()})
+        for name, t in after.items():
+            pool[name][page_B] = t.to(pool[name].dtype)
+        return out_BGJTV
+
     def dense_by_block(self, start_B: Tensor, length: int, signals: Signals, block: int) -> Tensor:
         """Return M_BGJTT of queries that read the state at the start of their block of `block` tokens.
 

@@ -129,6 +129,7 @@ class Hierarchical:
         return self.block.bit_length() - 1
 
 
+CACHED_ELEMENTS = 2**18  # of the buckets that a decoding step on a CPU computes together: 1 MB
 # Biases of lambda = 0 and lambda = 1, with c at its initial value: softplus maps -30 to 1e-13.
 ONE_LEVEL_BIASES: dict[str, tuple[float, float]] = {
     "softplus": (-30.0, math.log(math.e - 1)),
@@ -322,6 +323,30 @@ class HierarchicalMask(Mask):
         )
         return out_BGJV.unsqueeze(3), {"buckets": merge_low_buckets(after, bits)}
 
+    def step_in_pool(self, rows: MaskInputs, pool: MaskState, page_B: Tensor) -> Tensor:
+        """Return out_BGJTV of one token per row, and update the rows' pages in place: alive buckets only are read and
+        written.
+        """
+        if self.config.strong:  # its buckets are those of other positions
+            return super().step_in_pool(rows, pool, page_B)
+        gate_BG = self.gates("log_gates", rows.start_B, rows.count_B, 1, rows.signals)[:, 0, :, 0]
+        token = rows.q_BGJTF.squeeze(3), rows.k_BGTF.squeeze(2), rows.v_BGTV.squeeze(2)
+        beta_BG = None if rows.beta_BGT is None else rows.beta_BGT.squeeze(2)
+        level_BGJL = rows.signals["level"].squeeze(1)
+        alive_BN, into_B = bucket_plan(rows.start_B, rows.count_B, self.config.block_bits, pool["buckets"].shape[1])
+        out_BGJV = step_alive_buckets(
+            *token,
+            beta_BG,
+            gate_BG,
+            level_BGJL,
+            pool_PNGFV=pool["buckets"],
+            page_B=page_B,
+            alive_BN=alive_BN,
+            into_B=into_B,
+            first_level=0 if self.config.block_bits else 1,
+        )
+        return out_BGJV.unsqueeze(3)
+
     def dense_by_block(self, start_B: Tensor, length: int, signals: Signals, block: int) -> Tensor:
         """Return M_BGJTT of queries that read the state at the start of their block.
 
@@ -399,6 +424,84 @@ def merge_low_buckets(buckets_BLGFV: Tensor, bits: int) -> Tensor:
     if not bits:
         return buckets_BLGFV
     return torch.cat([buckets_BLGFV[:, :bits].sum(1, keepdim=True), buckets_BLGFV[:, bits:]], dim=1)
+
+
+def bucket_plan(start_B: Tensor, count_B: Tensor, bits: int, buckets: int) -> tuple[Tensor, Tensor]:
+    """Return (alive_BN: which buckets of a state at position start_B hold tokens; into_B: the bucket that the next token
+    enters, -1 in rows without one).
+
+    With blocks of 2^bits tokens, bucket 0 is the running block and bucket i >= 1 that of bit bits + i - 1 of the
+    position, which is set if the bucket is alive. At the end of a block, the token and all buckets below the lowest zero
+    bit enter that bit's bucket.
+    """
+    block_B, at_N = start_B >> bits, torch.arange(buckets, device=start_B.device)
+    if bits:
+        alive_BN = (block_B.unsqueeze(1) >> (at_N - 1).clamp_min(0)) & 1 == 1
+        alive_BN[:, 0] = (start_B & (2**bits - 1)) != 0
+        ends_B = ((start_B + 1) & (2**bits - 1)) == 0
+        into_B = torch.where(ends_B, bit_length(block_B ^ (block_B + 1), buckets), 0)
+    else:
+        alive_BN = (block_B.unsqueeze(1) >> at_N) & 1 == 1
+        into_B = bit_length(block_B ^ (block_B + 1), buckets + 1) - 1
+    return alive_BN, torch.where(count_B > 0, into_B, -1)
+
+
+def step_alive_buckets(
+    q_BGJF: Tensor,
+    k_BGF: Tensor,
+    v_BGV: Tensor,
+    beta_BG: Tensor | None,
+    gate_BG: Tensor,
+    level_BGJL: Tensor,
+    *,
+    pool_PNGFV: Tensor,
+    page_B: Tensor,
+    alive_BN: Tensor,
+    into_B: Tensor,
+    first_level: int,
+) -> Tensor:
+    """Return out_BGJV of `log_linear_step`, and update the buckets of the rows' pages in place.
+
+    All alive buckets of all rows are one batch of A matrices S, computed in parts that fit a core's cache. The delta rule
+    takes S to e^g (S - beta k (k^T S)), so k^T S and q^T S come from one product. A token that joins a running block is
+    part of the same change of rank 1. alive_BN, into_B: see `bucket_plan`. first_level: number of the lambda of bucket 0.
+    """
+    wide = torch.promote_types(v_BGV.dtype, torch.float32)
+    q_BGJF, k_BGF, v_BGV, gate_BG, level_BGJL = (x.to(wide) for x in (q_BGJF, k_BGF, v_BGV, gate_BG, level_BGJL))
+    write_BGF = k_BGF if beta_BG is None else beta_BG.to(wide).unsqueeze(-1) * k_BGF
+    own_BGJ1, fade_BG11 = q_BGJF @ write_BGF.unsqueeze(-1), gate_BG.exp()[..., None, None]
+    out_BGJV = level_BGJL[..., :1] * own_BGJ1 * v_BGV.unsqueeze(2)
+    keys_BGXF = q_BGJF if beta_BG is None else torch.cat([k_BGF.unsqueeze(2), q_BGJF], dim=2)
+    joins_B = (into_B >= 0) & alive_BN.gather(1, into_B.clamp_min(0).unsqueeze(1)).squeeze(1)
+    merging_M = ((into_B >= 0) & ~joins_B).nonzero().squeeze(1)
+    place_B = torch.zeros_like(into_B).index_copy_(0, merging_M, torch.arange(len(merging_M), device=into_B.device))
+    total_MGFV = write_BGF[merging_M].unsqueeze(-1) * v_BGV[merging_M].unsqueeze(-2)
+    row_A, bucket_A = alive_BN.nonzero(as_tuple=True)
+    joins_A = joins_B[row_A] & (bucket_A == into_B[row_A])
+    merges_A = ~joins_B[row_A] & (bucket_A <= into_B[row_A])
+    level_A = (bucket_A + first_level).clamp_max(level_BGJL.shape[-1] - 1)
+    part = max(1, CACHED_ELEMENTS // pool_PNGFV[0, 0].numel())
+    for row_A, bucket_A, joins_A, merges_A, level_A in zip(  # noqa: B020
+        *(t.split(part) for t in (row_A, bucket_A, joins_A, merges_A, level_A))
+    ):
+        at_A = page_B[row_A], bucket_A
+        s_AGFV, fade_AG11 = pool_PNGFV[at_A].to(wide), fade_BG11[row_A]
+        level_AGJ1 = level_BGJL[row_A].gather(-1, level_A[:, None, None, None].expand(-1, *level_BGJL.shape[1:3], 1))
+        seen_AGJV = keys_BGXF[row_A] @ s_AGFV
+        change_AG1V = joins_A[:, None, None, None] * v_BGV[row_A].unsqueeze(2)
+        if beta_BG is not None:
+            read_AG1V, seen_AGJV = seen_AGJV[:, :, :1], seen_AGJV[:, :, 1:]
+            seen_AGJV = seen_AGJV - own_BGJ1[row_A] * read_AG1V
+            change_AG1V = change_AG1V - fade_AG11 * read_AG1V
+        out_BGJV.index_add_(0, row_A, level_AGJ1 * fade_AG11 * seen_AGJV)
+        s_AGFV.mul_(fade_AG11)
+        s_AGFV.flatten(0, 1).baddbmm_(write_BGF[row_A].flatten(0, 1).unsqueeze(2), change_AG1V.flatten(0, 1))
+        if bool(merges_A.any()):
+            total_MGFV.index_add_(0, place_B[row_A[merges_A]], s_AGFV[merges_A])
+            s_AGFV[merges_A] = 0
+        pool_PNGFV[at_A] = s_AGFV.to(pool_PNGFV.dtype)
+    pool_PNGFV[page_B[merging_M], into_B[merging_M]] = total_MGFV.to(pool_PNGFV.dtype)
+    return out_BGJV
 
 
 @dispatched

@@ -72,6 +72,32 @@ class Semiseparable(Mask):
         out_BGJV, after = semiseparable_step(*operands, sum_BRGFV=state["sum"])
         return out_BGJV.unsqueeze(3), {"sum": after}
 
+    def step_in_pool(self, rows: MaskInputs, pool: MaskState, page_B: Tensor) -> Tensor:
+        """Return out_BGJTV of one token per row, and update the rows' pages in place.
+
+        With the state S before the token, k^T S and q^T S come from one product, and the state after it is
+        e^g S + write (v - e^g k^T S)^T with write = beta k, or e^g S + k v^T with kernel scores.
+        """
+        wide = torch.promote_types(rows.v_BGTV.dtype, torch.float32)
+        fade_BRG11 = self.log_gates(rows.start_B, rows.count_B, 1, rows.signals).to(wide).exp().unsqueeze(-1)
+        q_BGJF, k_BGF, v_BG1V = rows.q_BGJTF.squeeze(3).to(wide), rows.k_BGTF.squeeze(2).to(wide), rows.v_BGTV.to(wide)
+        sum_BRGFV, weight_RGJ = pool["sum"][page_B].to(wide), self.amplitudes()
+        write_BGF, token_BRG1V = k_BGF, v_BG1V.unsqueeze(1).expand(-1, sum_BRGFV.shape[1], -1, -1, -1)
+        if rows.beta_BGT is None:
+            seen_BRGJV = q_BGJF.unsqueeze(1) @ sum_BRGFV
+        else:
+            write_BGF = rows.beta_BGT.to(wide) * k_BGF
+            both_BRGXV = torch.cat([k_BGF.unsqueeze(2), q_BGJF], dim=2).unsqueeze(1) @ sum_BRGFV
+            seen_BRGJV, token_BRG1V = both_BRGXV[..., 1:, :], token_BRG1V - fade_BRG11 * both_BRGXV[..., :1, :]
+        own_BGJ1 = q_BGJF @ write_BGF.unsqueeze(-1)
+        out_BRGJV = fade_BRG11 * seen_BRGJV + own_BGJ1.unsqueeze(1) * token_BRG1V
+        sum_BRGFV.mul_(fade_BRG11)
+        write_BRGF1 = write_BGF.unsqueeze(-1).unsqueeze(1).expand(-1, sum_BRGFV.shape[1], -1, -1, -1)
+        sum_BRGFV.flatten(0, 2).baddbmm_(write_BRGF1.flatten(0, 2), token_BRG1V.flatten(0, 2))
+        pool["sum"][page_B] = sum_BRGFV.to(pool["sum"].dtype)
+        out_BRGJV = out_BRGJV if weight_RGJ is None else weight_RGJ.to(wide).unsqueeze(-1) * out_BRGJV
+        return out_BRGJV.sum(1).unsqueeze(3)
+
     def by_block(self, rows: MaskInputs, state: MaskState | None, block: int) -> tuple[Tensor, MaskState | None]:
         """Return (out_BGJTV, state after the rows' tokens, or None without a state) of queries that read the state at
         the start of their block."""

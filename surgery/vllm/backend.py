@@ -1,0 +1,101 @@
+"""vLLM's metadata of a step for layers with a mixer: borders and lengths of the requests, and their rows of the cache.
+
+vLLM makes it once a step and group of caches, not once a layer. Borders and lengths come from the CPU, where vLLM has
+them, so no layer waits for the GPU; rows and lengths on the device lie in buffers made once.
+
+No CUDA graph may hold a mixer as long as it runs operations that depend on lengths: the level NEVER makes vLLM capture
+what lies between the mixers (cudagraph mode PIECEWISE), in place of whole decoding steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
+from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata, BaseMambaAttentionMetadataBuilder
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.utils import NULL_BLOCK_ID, mamba_get_block_table_tensor
+
+from surgery.vllm.mixer_state import Batch
+
+
+@dataclass
+class MixerMetadata(BaseMambaAttentionMetadata):
+    """vLLM's metadata of state layers, and the step's requests as mixers take them."""
+
+    batch: Batch | None = None
+
+
+class MixerMetadataBuilder(BaseMambaAttentionMetadataBuilder[MixerMetadata]):
+    """Makes the metadata of a step without waiting for the GPU.
+
+    rows_R, seen_R: buffers of a fixed address for the largest batch, int32. Entries of padding are row NULL_BLOCK_ID,
+    which belongs to no request, and -1 tokens.
+    """
+
+    metadata_cls = MixerMetadata
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    supports_update_block_table: bool = False  # the rows are part of the batch
+    needs_causal_conv1d_metadata: bool = False
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        size = vllm_config.scheduler_config.max_num_seqs
+        self.rows_R = torch.full((size,), NULL_BLOCK_ID, dtype=torch.int32, device=device)
+        self.seen_R = torch.full((size,), -1, dtype=torch.int32, device=device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False, **kwargs: Any
+    ) -> MixerMetadata:
+        """Return the metadata of a step."""
+        metadata: MixerMetadata = super().build(common_prefix_len, common_attn_metadata, fast_build, **kwargs)
+        common, count = common_attn_metadata, common_attn_metadata.num_reqs
+        # An upper bound only with speculative decoding, which `check_engine` refuses.
+        lengths = common.seq_lens_cpu_upper_bound[:count].tolist()
+        starts = common.query_start_loc_cpu[: count + 1].tolist()
+        table = mamba_get_block_table_tensor(
+            common.block_table_tensor,
+            common.seq_lens,
+            self.kv_cache_spec,
+            self.vllm_config.cache_config.mamba_cache_mode,
+        )
+        rows_R, seen_R = self.fill_buffers(table[:count, 0], common.seq_lens[:count], common.query_start_loc)
+        metadata.batch = Batch(metadata.num_decodes, starts, lengths, rows_R, seen_R)
+        return metadata
+
+    def fill_buffers(self, row_R: Tensor, length_R: Tensor, start_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (rows, tokens before this step) of the requests, as views of the buffers. length_R: 0 for padding."""
+        count = len(row_R)
+        is_real_R = length_R > 0
+        rows_R, seen_R = self.rows_R[:count], self.seen_R[:count]
+        rows_R.copy_(torch.where(is_real_R, row_R, NULL_BLOCK_ID))
+        seen_R.copy_(torch.where(is_real_R, length_R - start_R[: count + 1].diff(), -1))
+        return rows_R, seen_R
+
+
+class MixerBackend(AttentionBackend):
+    """The attention backend of layers with a mixer."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name in vLLM's messages."""
+        return "SURGERY"
+
+    @staticmethod
+    def get_builder_cls() -> type[MixerMetadataBuilder]:
+        """Return the class that makes the metadata."""
+        return MixerMetadataBuilder
+
+    @classmethod
+    def is_ssm(cls) -> bool:
+        """Return True: the cache holds states."""
+        return True
+
+
+def register_mixer_backend() -> None:
+    """Make vLLM use this backend for layers of the type CUSTOM."""
+    path = f"{MixerBackend.__module__}.{MixerBackend.__qualname__}"
+    register_backend(MambaAttentionBackendEnum.CUSTOM, path, is_mamba=True)

@@ -1,0 +1,76 @@
+"""`surgery bench vllm`: the models it writes, its refusals and its tables. The engines run under `make test-vllm`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from helpers.small import make_recipe
+
+import surgery
+from surgery.checkpoint.source import open_converted_checkpoint
+from surgery.conversion.convert import convert
+from surgery.core.errors import SurgeryError
+from surgery.eval.speed import vllm_engines
+from surgery.vllm.servable import check_config
+
+
+def cells(step: float) -> list[dict]:
+    return [{"prompt": 64, "batch": batch, "prefill_s": step / 100, "decode_ms": step * batch} for batch in (1, 4)]
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """A tested vLLM, and processes that measure 2 ms a step of the original and 1 ms of a conversion."""
+    monkeypatch.setattr(vllm_engines, "installed_version", lambda: "0.32.0")
+    monkeypatch.setitem(vllm_engines.ROUNDS, "small", 2)
+    order: list[str] = []
+
+    def measure(folder, sizes, dtype):
+        order.append(folder.name)
+        about = {"vllm": "0.32.0", "cudagraph_mode": "PIECEWISE", "eager": False, "blocks": 7, "block_size": 64}
+        return cells(2.0 if folder.name in ("original", "SRC") else 1.0), about
+
+    monkeypatch.setattr(vllm_engines, "_run_process", measure)
+    return order
+
+
+def test_random_models_take_turns_and_are_servable(stand_in, tmp_path, monkeypatch):
+    tables, write = [], vllm_engines.write_random_models
+
+    def written(*args):
+        folders = write(*args)
+        tables.extend(
+            check_config(open_converted_checkpoint(str(f)).config, n) for n, f in folders.items() if n != "original"
+        )
+        return folders
+
+    monkeypatch.setattr(vllm_engines, "write_random_models", written)
+    out = tmp_path / "vllm.json"
+    found = surgery.bench("vllm", sizes="small", only="fast-half,log-linear", out=out)
+    assert stand_in == ["original", "fast-half", "log-linear"] * 2 and json.loads(out.read_text()) == found
+    assert found["complete"] and len(found["rows"]) == 12
+    assert bool(tables[0].modules) and bool(tables[1].mixers)
+    assert "0.50 (0.50 to 0.50)" not in repr(found) and "1.00 (1.00 to 1.00), 2.00x" in repr(found)
+    assert "7 blocks of 64 tokens" in repr(found) and "PIECEWISE" in repr(found)
+
+
+def test_checkpoints_are_compared_with_the_first(stand_in, checkpoints, tmp_path):
+    convert(str(checkpoints("llama")), make_recipe(structure="low_rank"), tmp_path / "OUT")
+    (tmp_path / "SRC").symlink_to(checkpoints("llama"))
+    found = surgery.bench("vllm", model=f"{tmp_path / 'SRC'},{tmp_path / 'OUT'}", sizes="small")
+    assert stand_in == ["SRC", "OUT"] * 2 and "2.00x" in repr(found)
+    with pytest.raises(SurgeryError, match=r"gone is no checkpoint"):
+        surgery.bench("vllm", model=str(tmp_path / "gone"), sizes="small")
+
+
+def test_without_a_tested_vllm_it_says_which_to_install(monkeypatch):
+    monkeypatch.setattr(vllm_engines, "installed_version", lambda: "0.29.0")
+    with pytest.raises(SurgeryError, match=r"has version 0\.29\.0, .* tested with 0\.26 or 0\.32"):
+        surgery.bench("vllm", sizes="small")
+
+
+def test_what_a_process_says_is_shown_when_it_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_engines, "WORKER", "import sys; print('no blocks left', file=sys.stderr); sys.exit(3)")
+    with pytest.raises(SurgeryError, match=r"exit code 3\)\. Its last lines:\nno blocks left"):
+        vllm_engines._run_process(tmp_path, "small", "float32")

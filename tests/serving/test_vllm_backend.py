@@ -1,0 +1,51 @@
+"""vLLM's metadata of a step for mixers: buffers of a fixed address, in which padding belongs to no request."""
+
+from __future__ import annotations
+
+import torch
+from serving.engines import engine, generate, needs_vllm
+
+pytestmark = needs_vllm
+
+
+def test_buffers_keep_their_address_and_mark_padding():
+    from surgery.vllm.backend import MixerMetadataBuilder
+
+    builder = MixerMetadataBuilder.__new__(MixerMetadataBuilder)
+    builder.rows_R, builder.seen_R = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    starts = torch.tensor([0, 1, 4, 5, 5])
+    rows, seen = builder.fill_buffers(torch.tensor([7, 3, 5, 9]), torch.tensor([10, 3, 1, 0]), starts)
+    assert rows.tolist() == [7, 3, 5, 0] and seen.tolist() == [9, 0, 0, -1]
+    again = builder.fill_buffers(torch.tensor([2]), torch.tensor([4]), torch.tensor([0, 1]))
+    assert [t.data_ptr() for t in again] == [rows.data_ptr(), seen.data_ptr()]
+    assert again[0].tolist() == [2] and again[1].tolist() == [3]
+
+
+def test_layers_of_an_engine_get_lengths_from_the_cpu_and_rows_at_one_address(hybrid, monkeypatch):
+    from surgery.vllm.backend import MixerMetadataBuilder
+
+    batches, addresses, build = [], set(), MixerMetadataBuilder.build
+
+    def recorded(self, *args, **kwargs):
+        metadata = build(self, *args, **kwargs)
+        addresses.add((id(self), metadata.batch.rows_R.data_ptr()))
+        batches.append((metadata.batch, metadata.batch.seen_R.tolist()))
+        return metadata
+
+    monkeypatch.setattr(MixerMetadataBuilder, "build", recorded)
+    with engine(hybrid) as llm:
+        generate(llm, [[5], [5, 6, 7]], 4)
+    assert len(addresses) == len({builder for builder, _ in addresses})
+    for batch, seen in batches:
+        counts = [stop - start for start, stop in zip(batch.starts, batch.starts[1:], strict=False)]
+        assert seen == [length - count for length, count in zip(batch.lengths, counts, strict=True)]
+        assert all(count == 1 for count in counts[: batch.decodes])
+    assert any(batch.decodes == 2 for batch, _ in batches)
+
+
+def test_whole_decoding_steps_are_not_captured():
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    from surgery.vllm.backend import MixerMetadataBuilder
+
+    assert MixerMetadataBuilder._cudagraph_support == AttentionCGSupport.NEVER
