@@ -230,6 +230,7 @@ class Conversion:
             removed = remove_layers(ctx, self.journal)
         self.depth, depth = removed.record, depth.with_kept(removed.kept)
         model = shortened(ctx.model, depth, removed.replaced)
+        assert isinstance(model, MetaModel)  # as ctx.model is
         plan = with_depth(make_plan(model, ctx.recipe), depth)
         self.ctx = self._context(model, plan, ctx.data, ctx.device)
         self.journal.keep(select_valid_entries(self.journal.entries, self.ctx.plan))

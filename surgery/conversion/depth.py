@@ -166,9 +166,9 @@ class DepthTrial:
             contexts: dict[str, Any] = {"original": nullcontext()}
             for name, kept in variants.items():
                 if number is None or number in kept:
-                    path, *tensors = weights.get(name, ("",))
-                    inside = path.startswith(f"{layer.path}.")
-                    contexts[name] = self._with_weights(path, *tensors) if inside else nullcontext()
+                    changed = weights.get(name)
+                    inside = changed is not None and changed[0].startswith(f"{layer.path}.")
+                    contexts[name] = self._with_weights(*changed) if changed and inside else nullcontext()
             return contexts
 
         final = self._run(streams, visit, "trying models without layers")
@@ -259,7 +259,7 @@ class DepthTrial:
         bias_O = None
         if has_bias:
             change_O = moments.bias_change(path, fitted_OI)
-            bias_O = self._read(f"{path}.bias") + change_O
+            bias_O = self._read(f"{path}.bias") + (0 if change_O is None else change_O)
         is_transposed = next(n.transposed for n in self.depth.layout.linears if n.path == path)
         return (fitted_OI.mT if is_transposed else fitted_OI).contiguous(), bias_O
 
