@@ -57,7 +57,7 @@ MEASURED: dict[Kind, tuple[MeasuredRecipe, ...]] = {
     "attention": (
         MeasuredRecipe("18M", 14_630_000, 1e-3, 6e-3, 10_000_000),
         MeasuredRecipe("27M", 22_550_000, 1e-3, 6e-3, 10_000_000),
-        MeasuredRecipe("135M", 106_200_000, 1e-4, 2e-3, 20_000_000),
+        MeasuredRecipe("135M", 106_200_000, 3e-4, 6e-3, 20_000_000),
     ),
 }
 RATE_EXPONENT, TOKEN_EXPONENT = -1 / 3, 3 / 4  # of the parameters, above the largest measured model

@@ -316,7 +316,9 @@ def state_cell(row: Row) -> str:
     """Return the first cell of a row."""
     settings = row["settings"]
     tokens = f", {settings['tokens']:,} tokens" if "tokens" in settings else ""
-    name = f"`{Path(row['conversion']).stem}`, {row['state']}" if row["conversion"] else row["state"]
+    keys = ", ".join(settings.get("convert", ()))
+    name = f"`{Path(row['conversion']).stem}`{f' ({keys})' if keys else ''}, " if row["conversion"] else ""
+    name += row["state"]
     rate = f", rate {row['training']['rate']:g}" if row["state"] == "control" else ""
     return f"{name}{tokens}{rate}"
 
@@ -324,11 +326,16 @@ def state_cell(row: Row) -> str:
 def in_order(rows: list[Row]) -> list[Row]:
     """Return the original, the control, then each conversion before and after healing."""
     place = {"original": 0, "control": 1}
-    names = list(dict.fromkeys(row["conversion"] for row in rows))
+    names = list(dict.fromkeys(map(conversion_key, rows)))
     order = ("original", "control", "converted", "healed")
     return sorted(
-        rows, key=lambda row: (place.get(row["state"], 2), names.index(row["conversion"]), order.index(row["state"]))
+        rows, key=lambda row: (place.get(row["state"], 2), names.index(conversion_key(row)), order.index(row["state"]))
     )
+
+
+def conversion_key(row: Row) -> str:
+    """Return what identifies a conversion: its recipe and the keys that were changed."""
+    return str([row["conversion"], row["settings"].get("convert")])
 
 
 def model_tables(rows: list[Row]) -> Iterator[str]:
