@@ -24,7 +24,6 @@ from surgery.checkpoint.report import report_errors
 from surgery.checkpoint.safetensors_io import DTYPES, TensorInfo, TensorSource
 from surgery.conversion.choices import allocation_lines
 from surgery.conversion.context import NON_LAYER, ConversionContext
-from surgery.conversion.depth import remove_layers
 from surgery.conversion.generated import generated_rows, with_generated_rows
 from surgery.conversion.layer_shards import select_valid_entries
 from surgery.conversion.norms import layer_norms_and_biases, outer_norms
@@ -43,7 +42,6 @@ from surgery.core.distributed import DistContext, init_distributed, local_device
 from surgery.core.files import REPORT_NAME, explain_disk_errors
 from surgery.core.journal import Journal
 from surgery.core.progress import Progress, Tick
-from surgery.planning.depth import shortened
 from surgery.planning.plan import make_plan, with_depth
 from surgery.planning.recipe import ConversionRecipe, TuneRecipe
 from surgery.planning.speed import with_structures
@@ -226,6 +224,10 @@ class Conversion:
         ctx, depth = self.ctx, self.ctx.plan.depth
         if depth is None:
             return
+        # Imported by conversions that remove layers.
+        from surgery.conversion.depth import remove_layers
+        from surgery.planning.depth import shortened
+
         with self._timer("depth"):
             removed = remove_layers(ctx, self.journal)
         self.depth, depth = removed.record, depth.with_kept(removed.kept)

@@ -34,7 +34,7 @@ from surgery.calibration.data import unpadded_rows
 from surgery.calibration.layer_runner import LayerRunner, StopForward
 from surgery.calibration.moments import InputMoments
 from surgery.checkpoint.safetensors_io import DTYPES, TensorInfo, TensorSource, read_header, read_tensor, write_shard
-from surgery.conversion.context import ConversionContext
+from surgery.conversion.context import DEPTH_NAME, ConversionContext
 from surgery.conversion.score import HeldOutScore, held_out_score
 from surgery.conversion.streams import Contexts, FinalStates, Layer, Stream, Streams
 from surgery.core.digests import hash_file
@@ -44,7 +44,6 @@ from surgery.planning.depth import DepthPlan, block_without
 from surgery.structures import linalg
 from surgery.structures.metric import damp_, spd_factor
 
-DEPTH_NAME = "depth.safetensors"  # the linear that is fitted again, in OUT.partial
 CANDIDATES = 8  # blocks whose held-out loss is measured
 ANGLE_TOKENS = 4096  # of which the angles are measured, spread over the samples
 RIDGES = (0.01, 0.1, 1.0, 10.0, 100.0)  # relative to the mean of diag E[a a^T]; the best on held-out samples is taken

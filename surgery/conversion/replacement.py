@@ -39,7 +39,6 @@ from surgery.structures import STRUCTURES, StructureConfig, StructuredLinear
 from surgery.structures.call_scope import hold_groups
 from surgery.structures.quantized import QuantizedLinear
 from surgery.structures.shared_basis import SharedBasis, SharedLowRankLinear, basis_path, first_expert
-from surgery.structures.value_dims import ValueDimsLinear
 
 
 @dataclass
@@ -245,6 +244,7 @@ def _add_narrowed(
     """
     replacement.records.append(fitted.record.to_dict())
     last: Any = fitted.linear
+    has_value_dims = last.config.name == "value_dims"
     entries = narrowed_entries(target, last.config)
     for linear, sizes in zip(target.all_linears, (*target.sizes, ())):
         base, bias_O = stored_module_name(meta_model, linear.path), _read_bias(meta_model, linear, device)
@@ -254,7 +254,7 @@ def _add_narrowed(
                 bias_O = bias_O + fitted.bias_change_O
         else:
             weight_OI = target_weight(meta_model, LinearTarget(linear, linear.out, 1.0, ()), device)
-            if isinstance(last, ValueDimsLinear):
+            if has_value_dims:
                 weight_OI = last.turn_values(weight_OI)
                 bias_O = None if bias_O is None else last.padded_values(last.turn_values(bias_O[:, None]))[:, 0]
             else:
@@ -262,7 +262,7 @@ def _add_narrowed(
                 weight_OI, bias_O = weight_OI[rows], None if bias_O is None else bias_O[rows]
         spec = {**entries[linear.path], **_storage_options(base, linear)}
         module = build_module(spec)
-        if isinstance(last, ValueDimsLinear):
+        if has_value_dims:
             stored = {"weight": weight_OI[None].contiguous()}
         else:
             stored = {"weight": (weight_OI.mT if linear.transposed else weight_OI).contiguous()}

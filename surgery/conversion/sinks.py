@@ -37,8 +37,7 @@ from surgery.checkpoint.writer import (
     known_work_files,
     write_checkpoint,
 )
-from surgery.conversion.context import ConversionContext
-from surgery.conversion.depth import DEPTH_NAME
+from surgery.conversion.context import DEPTH_NAME, ConversionContext
 from surgery.conversion.generated import GENERATED_NAME, PART_NAME
 from surgery.conversion.layer_shards import LayerShards
 from surgery.conversion.output import Output

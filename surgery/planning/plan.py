@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from surgery.architectures import get_architecture
 from surgery.architectures.attention import key_value_heads
@@ -25,15 +25,16 @@ from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.registry import validate_config
 from surgery.mixers.softmax import describe_softmax
 from surgery.planning.attention_plan import find_attention_targets, softmax_shapes
-from surgery.planning.depth import DepthPlan, plan_depth, shortened
 from surgery.planning.joined import check_joins, group_by_input
-from surgery.planning.pruned_heads import find_pruned_attention, find_values
 from surgery.planning.pruned_mlps import Mlp, check_sizes_of_rules, find_pruned_mlps, is_pruned, prunable_mlps
 from surgery.planning.recipe import STRUCTURE_KEYS, ConversionRecipe, LinearSettings, Rule
 from surgery.planning.shared_bases import check_can_share, share_bases
 from surgery.planning.speed import plan_by_time
 from surgery.planning.targets import FusedSlice, LinearTarget, Plan
 from surgery.structures import STRUCTURES, StructureConfig
+
+if TYPE_CHECKING:
+    from surgery.planning.depth import DepthPlan
 
 
 def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
@@ -48,6 +49,9 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
     selected = select_towers(meta_model.model, whole.towers.values(), recipe.towers)
     layout = replace(whole, layers=tuple(path for path in whole.layers if whole.towers[path] in selected))
     if recipe.depth is not None and meta_model.source.whole is None:
+        # Imported by conversions that remove layers.
+        from surgery.planning.depth import plan_depth, shortened
+
         depth = plan_depth(recipe.depth, meta_model, layout)
         return with_depth(make_plan(shortened(meta_model, depth), recipe), depth)
     _check_patterns(recipe, layout, model_type)
@@ -283,6 +287,10 @@ def _pruned_targets(
     """
     inside = [linear for linear in layout.linears if linear.layer in (*layout.layers, "")]
     settings = _settings_by_path(recipe, layout)
+    if not any(one.structure in ("pruned", "value_dims") for several in settings.values() for one in several):
+        return {}, []
+    from surgery.planning.pruned_heads import find_pruned_attention, find_values
+
     named = {n.path: r.match for n in inside for r in recipe.rules if r.structure == "pruned" and _applies(r, n)}
     attentions = find_pruned_attention(layout, settings, named, mixed, meta_model.model)
     taken = {linear.path for attention in attentions for linear in attention.linears}

@@ -316,12 +316,12 @@ class ConversionRecipe(_StrictModel):
     @property
     def linear_candidates(self) -> tuple[str, ...]:
         """The candidates of `structure: auto` that replace one linear."""
-        return tuple(name for name in self.candidates if not _replaces_mlp(name))
+        return tuple(name for name in self.candidates if name != "pruned")
 
     @property
     def tries_pruning(self) -> bool:
         """Whether `structure: auto` also compares MLPs with fewer neurons."""
-        return len(self.linear_candidates) < len(self.candidates)
+        return "pruned" in self.candidates
 
     @property
     def epochs(self) -> TuneRecipe:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from surgery.architectures.linears import LinearInfo, ModelLayout
 from surgery.mixers import AttentionShape
 from surgery.planning.attention_plan import AttentionTarget, keep_heads
-from surgery.planning.depth import DepthPlan
 from surgery.planning.recipe import SIZE_KEYS, ConversionRecipe, is_given
 from surgery.structures import STRUCTURES, StructureConfig, StructuredLinear
+
+if TYPE_CHECKING:
+    from surgery.planning.depth import DepthPlan
 
 
 @dataclass(frozen=True)

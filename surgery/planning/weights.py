@@ -19,7 +19,6 @@ from surgery.modeling.joined import group_entries
 from surgery.planning.plan import fused_sizes
 from surgery.planning.targets import FusedSlice, LinearTarget
 from surgery.structures import StructureConfig
-from surgery.structures.value_dims import ValueDims
 
 LARGEST = 1e15  # largest weight: a sum of 1e8 squares is then 1e38, below the float32 maximum of 3e38
 
@@ -112,7 +111,7 @@ def narrowed_entries(target: LinearTarget, config: Any) -> dict[str, dict[str, A
     for linear in target.all_linears:
         is_last = linear is target.linear
         in_, out = linear.in_, linear.out
-        if isinstance(config, ValueDims):
+        if config.name == "value_dims":
             structure = replace(config, side="output" if is_last else "values").to_dict()
         else:
             structure = {"structure": "pruned"}

@@ -39,6 +39,7 @@ ELSEWHERE = {
     "grouped.yaml",
     "grouped_rows.py",
     "mine.py",
+    "depth.yaml",
     "heal.yaml",
     "mine.yaml",
     "mohawk.yaml",
