@@ -284,6 +284,7 @@ def calibration_inputs(
     path = Path(text)
     if path.suffix == ".safetensors":
         return load_input_tensors(path)
+    _check_is_text(text)
     tokenizer = load_tokenizer(source_folder, trust_remote_code)
     documents = document_stream(text, notes, tokenizer)
     return text_inputs(documents, tokenizer, config, tokens, length, where=text, notes=notes)
@@ -472,11 +473,17 @@ def document_stream(text: str, notes: list[str] | None = None, tokenizer: Any = 
         read, note = decode_text(path)
         _report_note(note, notes)
         return iter([read])
-    if not HUB_DATASET.fullmatch(text) or path.suffix in CALIBRATION_SUFFIXES:
-        raise SurgeryError(f"calibration text {text!r} is not a file; give a text file, or a Hub data set as org/name")
+    _check_is_text(text)
     name, _, rest = text.partition(":")
     config, split, column = ([*rest.split(":"), "", "", ""])[:3]
     return _stream_texts(name, config or None, split or "train", column or None, {}, tokenizer)
+
+
+def _check_is_text(text: str) -> None:
+    """Raise SurgeryError unless this is a file or may be the name of a Hub data set."""
+    path = Path(text)
+    if not path.is_file() and (not HUB_DATASET.fullmatch(text) or path.suffix in CALIBRATION_SUFFIXES):
+        raise SurgeryError(f"calibration text {text!r} is not a file; give a text file, or a Hub data set as org/name")
 
 
 def _report_note(note: str | None, notes: list[str] | None) -> None:

@@ -377,7 +377,7 @@ def test_apply_equals_convert(family, rules, checkpoints, calibration, tmp_path)
         ({"structure": "pruned", "width": "wide"}, "width: write a whole number over 0, for example 768, or uniform"),
         (
             {"structure": "auto", "candidates": ["pruned"]},
-            "candidates: pruned replaces the linears of an MLP or attention together",
+            "candidates: pruned replaces the linears of an MLP together, and needs a candidate for one linear",
         ),
         ({**PRUNED, "width": "uniform", "rules": WIDTHS}, r"different shares \(keep 0.5, 0.8\)"),
     ],

@@ -1075,7 +1075,7 @@ LOW_RANKS = {  # rows (one token each, in calls of up to four), inputs, ranks, o
 
 @cases("low_rank")
 def _(grid: str) -> Iterator[Case]:
-    from surgery.structures.grouped import low_rank_group
+    from surgery.structures.grouped import low_rank_group, low_rank_stack
     from surgery.structures.low_rank import low_rank_linear
 
     for N, inputs, ranks, outs, dtype in sizes_of(LOW_RANKS, grid):
@@ -1100,6 +1100,16 @@ def _(grid: str) -> Iterator[Case]:
         names = ("low_rank_linear" if len(outs) == 1 else "low_rank_group",)
         yield Case(name, dtype, N, {"x": normal(N, inputs, dtype=dtype)}, call, shared, names=names,
                    gradients=False, step=3, sample=16)  # fmt: skip
+        if len(outs) == 1:
+            continue
+
+        def stacked(leaves: Leaves, count: int = len(outs)) -> list[torch.Tensor | None]:
+            right, lefts = (torch.cat([leaves[f"right {m}"] for m in range(count)]),
+                            tuple(leaves[f"left {m}"] for m in range(count)))  # fmt: skip
+            return [torch.cat([low_rank_stack(x, right, lefts) for x in leaves["x"].split(4)])]
+
+        yield Case(f"{name}, side by side", dtype, N, {"x": normal(N, inputs, dtype=dtype)}, stacked, shared,
+                   names=("low_rank_stack",), gradients=False, step=3, sample=16)  # fmt: skip
 
 
 # -- running ---------------------------------------------------------------------------------------------------------
