@@ -126,6 +126,7 @@ def test_integers(family, per_layer, tmp_path):
 
 
 # -- ordinary checkpoints ---------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_one_number_of_groups_is_an_ordinary_checkpoint(checkpoints, calibration, tmp_path):
     """In a process that cannot import this package: Llama, and Qwen3, whose queries and keys are normalized."""
     families = ("llama", "qwen3")
