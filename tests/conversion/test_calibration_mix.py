@@ -74,6 +74,7 @@ def test_a_short_text_is_spread_over_all_windows():
     assert mixed["input_ids"].flatten().tolist() == [0, 1, 10, 2, 3, 4, 11, 5]
 
 
+@pytest.mark.slow
 def test_the_command_takes_several_texts(texts, tmp_path):
     named = [word for path in texts for word in ("--calibration", str(path))]
     words = [f"--set={key}={value}" for key, value in QUICK.items()]
@@ -89,6 +90,7 @@ def test_the_command_takes_several_texts(texts, tmp_path):
     assert one["calibration"] == str(texts[0])
 
 
+@pytest.mark.slow
 def test_a_model_in_memory_is_calibrated_on_the_same_windows(texts, tmp_path):
     recipe = {**QUICK, "calibration": [str(path) for path in texts], "tokens": 512, "length": 64}
     surgery.convert(str(TINY), recipe, tmp_path / "out")

@@ -232,6 +232,7 @@ def test_another_original_is_remarked(near, tmp_path):
     assert not evaluate(near, ["ppl"], options, compare=str(tmp_path / "other")).notes  # which need not be the original
 
 
+@pytest.mark.slow
 def test_interrupted_and_continued(near, tmp_path, monkeypatch):
     """After an interruption in the second pass, the original runs only over windows that were not compared, and the
     samples are those of a run without interruption.
@@ -266,6 +267,7 @@ def test_interrupted_and_continued(near, tmp_path, monkeypatch):
     assert not runs
 
 
+@pytest.mark.slow
 def test_several_models_and_folders(near, tmp_path):
     out = tmp_path / "out"
     done = evaluate_models([near, str(TINY)], ["ppl", "agreement"], OPTIONS, out=out, compare=str(TINY))
@@ -276,6 +278,7 @@ def test_several_models_and_folders(near, tmp_path):
     assert any("agreement of out: greedy texts of 6 prompts" in note for note in compared.notes)
 
 
+@pytest.mark.slow
 def test_results_against_other_originals_are_not_compared(near, tmp_path):
     evaluate(near, ["ppl", "agreement"], OPTIONS, compare=str(TINY), out=tmp_path / "a")
     evaluate(str(TINY), ["ppl", "agreement"], OPTIONS, compare=near, out=tmp_path / "b")
