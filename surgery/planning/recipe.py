@@ -79,12 +79,6 @@ def _check_structure(name: str | None) -> str | None:
     return name
 
 
-def _replaces_mlp(name: str) -> bool:
-    config_type: Any = STRUCTURES.config_type(name)
-    of_mlp: bool = config_type.of_mlp
-    return of_mlp
-
-
 class Rule(_StrictModel):
     """Settings for the modules that match a pattern. Omitted fields keep their values."""
 
@@ -228,18 +222,17 @@ class ConversionRecipe(_StrictModel):
         if not names:
             raise SurgeryError("candidates: name at least one structure, for example [low_rank, btt]")
         for name in names:
-            if _replaces_mlp(name) and name != "pruned":
+            config_type: Any = STRUCTURES.config_type(name)
+            if config_type.of_mlp and name != "pruned":
                 raise SurgeryError(
                     f"candidates: {name} replaces the values and the output projection of attention together, and a "
                     "candidate replaces one linear, or an MLP. Leave it out, and give these a rule, for example "
                     f"{{match: attention.value, structure: {name}}}"
                 )
-        of_mlp = [name for name in names if _replaces_mlp(name)]
-        if len(of_mlp) == len(names):
+        if set(names) == {"pruned"}:
             raise SurgeryError(
-                f"candidates: {of_mlp[0]} replaces the linears of an MLP together, and needs a candidate for one linear "
-                f"beside it, for example [{of_mlp[0]}, low_rank]. For MLPs alone give a rule {{match: mlp.*, structure: "
-                f"{of_mlp[0]}}}"
+                "candidates: pruned replaces the linears of an MLP together, and needs a candidate for one linear "
+                "beside it, for example [pruned, low_rank]. For MLPs alone give a rule {match: mlp.*, structure: pruned}"
             )
         return names
 

@@ -12,15 +12,15 @@ import pytest
 import torch
 from helpers import killing
 from helpers.forked import run_processes
+from helpers.narrowed import load
 from helpers.small import DECODER, make_recipe, model_outputs, tiny_config, tiny_inputs
 from helpers.small_training import EMBEDDED
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 import surgery
 import surgery.calibration.partition
 import surgery.conversion.depth
-from surgery.checkpoint.model_classes import model_class
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
 from surgery.conversion.depth import angle
@@ -116,10 +116,6 @@ def shallow(story_recipe, tmp_path_factory):
     """(folder, report) of the embedded checkpoint, which is trained, without two of its layers."""
     out = tmp_path_factory.mktemp("shallow") / "out"
     return out, convert(str(EMBEDDED), make_recipe(**story_recipe), out)
-
-
-def load(folder: Path | str):
-    return model_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def without_layers(model, kept: list[int]):

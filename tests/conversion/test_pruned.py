@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers import killing
 from helpers.forked import run_processes
+from helpers.narrowed import check_densified, load
 from helpers.small import FAMILIES, make_recipe, model_outputs, relative, tiny_config, tiny_inputs
 from helpers.small_experts import write_experts
 from helpers.stock import STOCK
@@ -45,10 +46,6 @@ PRUNED = {"structure": "pruned", "multiple": 8}
 KINDS = ("llama", "gpt2", "gpt_neox", "phi3")  # gate and up, Conv1D with biases, biases, fused
 QUICK = {"allocate": "uniform", "sweeps": 1}
 WIDTHS = [{"match": "mlp.*", "layers": "1:", "keep": 0.8}]  # other widths in the second layer
-
-
-def load(folder: Path | str):
-    return model_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def pruned_records(report: dict) -> list[dict]:
@@ -115,14 +112,7 @@ def test_the_full_width_is_the_original(family, checkpoints, calibration, tmp_pa
 
 @pytest.mark.parametrize("family", KINDS)
 def test_densify_gives_the_same_function_in_the_original_sizes(family, checkpoints, per_layer, tmp_path):
-    densify(str(per_layer(family)), tmp_path / "dense")
-    inputs = tiny_inputs(family, 3, seed=2)
-    dense, pruned, original = (load(f) for f in (tmp_path / "dense", per_layer(family), checkpoints(family)))
-    assert relative(model_outputs(dense, inputs), model_outputs(pruned, inputs)) < 1e-5
-    shapes = [{name: t.shape for name, t in model.state_dict().items()} for model in (dense, original)]
-    assert shapes[0] == shapes[1] and not hasattr(dense.config, "quantization_config")
-    surgery.densify(pruned)
-    assert relative(model_outputs(pruned, inputs), model_outputs(dense, inputs)) < 1e-5
+    check_densified(per_layer(family), checkpoints(family), tiny_inputs(family, 3, seed=2), tmp_path / "dense")
 
 
 @pytest.mark.parametrize("family", KINDS)

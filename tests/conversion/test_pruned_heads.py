@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import killing
+from helpers.narrowed import check_densified, load
 from helpers.small import DECODER, FAMILIES, allocate_by_gain, make_recipe, model_outputs, relative, tiny_inputs
 from helpers.stock import STOCK
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import surgery
 from surgery.architectures.linears import find_linears
-from surgery.checkpoint.model_classes import model_class
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
 from surgery.conversion.quantize_checkpoint import quantize
@@ -33,10 +33,6 @@ QUICK = {"structure": "dense", "keep": 0.5, "allocate": "uniform", "sweeps": 1}
 STACKED = ("phi3", "gpt2")
 REFUSED = (*STACKED, "olmo2", "t5", "t5-gated")
 KINDS = ("llama", "qwen2", "qwen3", "gpt_neox", "bert")  # GQA, with biases, with norms of heads, fused by head, encoder
-
-
-def load(folder: Path | str):
-    return model_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -107,14 +103,7 @@ def test_all_groups_are_the_original(family, checkpoints, calibration, tmp_path)
 
 @pytest.mark.parametrize("family", KINDS)
 def test_densify_gives_the_same_function_in_the_original_sizes(family, checkpoints, per_layer, tmp_path):
-    densify(str(per_layer(family)), tmp_path / "dense")
-    inputs = tiny_inputs(family, 3, seed=2)
-    dense, pruned, original = (load(f) for f in (tmp_path / "dense", per_layer(family), checkpoints(family)))
-    assert relative(model_outputs(dense, inputs), model_outputs(pruned, inputs)) < 1e-5
-    shapes = [{name: t.shape for name, t in model.state_dict().items()} for model in (dense, original)]
-    assert shapes[0] == shapes[1] and not hasattr(dense.config, "quantization_config")
-    surgery.densify(pruned)
-    assert relative(model_outputs(pruned, inputs), model_outputs(dense, inputs)) < 1e-5
+    check_densified(per_layer(family), checkpoints(family), tiny_inputs(family, 3, seed=2), tmp_path / "dense")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])

@@ -7,24 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import killing
+from helpers.narrowed import check_densified, load
 from helpers.small import make_recipe, model_outputs, relative, tiny_inputs
 from safetensors.torch import load_file
-from transformers import AutoConfig
 
 import surgery
-from surgery.checkpoint.model_classes import model_class
 from surgery.conversion.convert import convert
-from surgery.conversion.densify import densify
 from surgery.conversion.quantize_checkpoint import quantize
 from surgery.core.errors import SurgeryError
 
 RULES = [{"match": f"attention.{role}", "structure": "value_dims", "multiple": 2} for role in ("value", "output")]
 QUICK = {"structure": "dense", "keep": 0.5, "allocate": "uniform", "sweeps": 1}
 KINDS = ("llama", "qwen2", "qwen3", "olmo2", "bert")  # GQA, biases of values, norms of heads, of all heads, encoder
-
-
-def load(folder: Path | str):
-    return model_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +50,7 @@ def test_half_of_the_value_dims(family, half, checkpoints, tmp_path):
     inputs = tiny_inputs(family, 3, seed=2)
     converted, original = load(half(family)), load(checkpoints(family))
     assert 0 < relative(model_outputs(converted, inputs), model_outputs(original, inputs)) < 0.7
-    densify(str(half(family)), tmp_path / "dense")
-    dense = load(tmp_path / "dense")
-    assert relative(model_outputs(dense, inputs), model_outputs(converted, inputs)) < 1e-5
-    shapes = [{name: t.shape for name, t in model.state_dict().items()} for model in (dense, original)]
-    assert shapes[0] == shapes[1] and not hasattr(dense.config, "quantization_config")
-    surgery.densify(converted)
-    assert relative(model_outputs(converted, inputs), model_outputs(dense, inputs)) < 1e-5
+    check_densified(half(family), checkpoints(family), inputs, tmp_path / "dense")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
