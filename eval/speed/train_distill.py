@@ -122,7 +122,11 @@ CASES = {
         DistillCase("135M, 8K tokens", MODELS["135M"], 4),
         DistillCase("1B, 8K tokens", MODELS["1B"], 4, log_every=3),
     ],
-    "small": [TINY, replace(TINY, name="tiny, student step", step=True)],
+    "small": [
+        TINY,
+        replace(TINY, name="tiny, student step", step=True),
+        replace(TINY, name="tiny, sharded", memory="checkpoint", multi=True),
+    ],
 }
 
 
@@ -147,7 +151,8 @@ def train_distill(
             if case.multi and result["processes"] == 1:
                 return {"case": case.name, "change": change, "note": "needs several GPUs: accelerate launch"}
             again = make_accelerator(device, "auto", "none", Path(folder))
-            return _measure(_scaled(case, again), change, again, Path(folder))
+            say = writer.progress.say if writer is not None and case.multi else lambda _: None
+            return _measure(_scaled(case, again), change, again, Path(folder), say)
 
         writer = RowWriter(result, distill_line, out, progress) if accelerator.is_main_process else None
         return measure_rows(result, selected, measure, ends, writer)
@@ -207,8 +212,13 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 # -- a row -----------------------------------------------------------------------------------------
-def _measure(case: DistillCase, change: str, accelerator: Any, folder: Path) -> dict[str, Any]:
-    """Return the row of one student, with fewer rows a forward, then recomputed activations, where memory runs out."""
+def _measure(
+    case: DistillCase, change: str, accelerator: Any, folder: Path, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Return the row of one student, with fewer rows a forward, then recomputed activations, where memory runs out.
+
+    say: called with a line about each phase.
+    """
     row: dict[str, Any] = {"case": case.name, "change": change, "tokens": case.positions, "length": case.length}
     if case.step:
         return row | _guarded(lambda: _compare_steps(case, change, accelerator.device), accelerator.device)
@@ -220,7 +230,7 @@ def _measure(case: DistillCase, change: str, accelerator: Any, folder: Path) -> 
         run: Any = (
             _TrainerRun(attempt, accelerator.device, folder)
             if change == ORIGINAL
-            else _DistillRun(attempt, change, accelerator, folder)
+            else _DistillRun(attempt, change, accelerator, folder, say)
         )
         measured = _guarded(run.row, accelerator.device)
         if measured.get("note") != "out of memory":
@@ -300,9 +310,19 @@ class _Clock:
 class _DistillRun:
     """One student, distilled by surgery's loop."""
 
-    def __init__(self, case: DistillCase, recipe: str, accelerator: Any, folder: Path):
+    def __init__(
+        self,
+        case: DistillCase,
+        recipe: str,
+        accelerator: Any,
+        folder: Path,
+        say: Callable[[str], None] = lambda _: None,
+    ):
         self.case, self.recipe_name, self.accelerator, self.folder = case, recipe, accelerator, folder
-        self.device = accelerator.device
+        self.device, self.say, self.began = accelerator.device, say, time.perf_counter()
+
+    def _say(self, phase: str) -> None:
+        self.say(f"{self.case.name}, {self.recipe_name}: {phase} after {time.perf_counter() - self.began:.0f} s")
 
     def row(self) -> dict[str, Any]:
         from surgery.training.checkpoints import CheckpointManager, TrainPosition
@@ -317,8 +337,10 @@ class _DistillRun:
         teacher_dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         torch.manual_seed(1)
         teacher = make_llama(case.shape, self.device, teacher_dtype).eval().requires_grad_(False)
+        self._say("teacher built")
         start = _triton_cache_state()
         student = _student(case.shape, self.device, self.recipe_name)
+        self._say("student built")
         clock = _Clock(self.device)
         recipe = self._recipe()
         config = recipe.stages[0]
@@ -328,6 +350,7 @@ class _DistillRun:
         run, optimiser = prepare(
             self.accelerator, student, make_optimizer(groups, config.optimiser), groups, config, recipe.precision
         )
+        self._say("weights divided over the devices")
         references: dict[str, str] = {}
         profiles: list[Any] = []
         with ExitStack() as recording, ExitStack() as profiling, warnings.catch_warnings(record=True) as warned:
@@ -337,6 +360,7 @@ class _DistillRun:
                 if "loss" not in line:  # what was compiled
                     return
                 clock.mark(line["loss"])
+                self._say(f"log entry {len(clock.marks)}")
                 references.update(recorded)
                 recording.close()
                 if len(clock.marks) == case.intervals - 1 and self.device.type == "cuda":

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,7 +49,7 @@ def test_no_time_for_a_case_is_an_incomplete_result():
 # -- healing ---------------------------------------------------------------------------------------
 def test_healing_is_measured_with_a_teacher_beside_the_trainer(tmp_path):
     out = tmp_path / "out.json"
-    result = bench("train", sizes="small", device="cpu", stage="distill", only="tiny,-gated", out=out)
+    result = bench("train", sizes="small", device="cpu", stage="distill", only="tiny,-gated,-sharded", out=out)
     assert json.loads(out.read_text()) == json.loads(json.dumps(result)) and result["complete"]
     trainer, healed, step = result["rows"]
     assert (trainer["change"], healed["change"]) == ("original, Trainer", "hybrid-25")
@@ -56,6 +60,29 @@ def test_healing_is_measured_with_a_teacher_beside_the_trainer(tmp_path):
     assert healed["start"] in ("cold", "warm", "same process")
     assert step["ratio"] == pytest.approx(step["ms"] / step["original_ms"])
     assert any("x its time" in line for line in result_tables(result) if isinstance(line, str))
+
+
+def test_cases_of_several_devices_say_that_one_process_is_too_few():
+    (row, *_) = bench("train", sizes="small", device="cpu", stage="distill", only="sharded,-gated,-trainer")["rows"]
+    assert row["note"] == "needs several GPUs: accelerate launch"
+
+
+@pytest.mark.slow
+def test_a_model_sharded_by_fsdp2_is_measured(tmp_path):
+    """The command of docs/performance.md for 8B, here with two processes on the CPU; each phase is a line."""
+    root = Path(__file__).parents[2]
+    config = (root / "recipes" / "accelerate" / "fsdp2.yaml").read_text()
+    (tmp_path / "fsdp2.yaml").write_text(config + "use_cpu: true\n")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "fsdp2.yaml")]
+    words = ["bench", "train", "--stage", "distill", "--sizes", "small", "--device", "cpu", "--only", "sharded,-gated"]
+    done = subprocess.run(
+        [*launch, "--num_processes", "2", "-m", "surgery", *words, "--out", str(tmp_path / "rows.json")],
+        cwd=root, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert rows["processes"] == 2 and rows["rows"][-1]["change"] == "hybrid-25" and rows["rows"][-1]["losses"][0] > 0
+    assert "tiny, sharded, hybrid-25: weights divided over the devices" in done.stdout + done.stderr
 
 
 def test_stages_and_cases_that_do_not_exist():

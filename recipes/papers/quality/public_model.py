@@ -165,7 +165,7 @@ class PublicModel:
         if not out.is_dir():
             finetune(
                 name, recipe, out, teacher=teacher, resume=True, track="none", device=self.a.device,
-                progress=RichProgress(),
+                progress=RichProgress(), gpus=self.a.gpus,
             )  # fmt: skip
         record = read_json(out / REPORT_NAME)["training"][-1]
         stage = record["recipe"]["stages"][-1]
@@ -449,6 +449,7 @@ def main(given: list[str] | None = None) -> None:
     add("--mc-limit", type=int, help="Questions of each task. Default: all.")
     add("--dtype", default="float32", help="Precision of the scores. Default: %(default)s.")
     add("--seed", type=int, default=0, help="Seed of needles, prompts and training. Default: 0.")
+    add("--gpus", type=int, help="Train in this number of processes, one a GPU, which share the rows of a batch.")
     add("--device", help="Compute on this device. Default: a GPU if there is one.")
     add("--work", type=Path, required=True, help="Folder of checkpoints and evaluations.")
     add("--out", type=Path, default=ROWS, help="JSON-lines file. Default: the one of the repository.")
