@@ -113,7 +113,7 @@ CASES = {
         DistillCase("0.5B, 8K tokens, layers compiled", MODELS["0.5B"], 4, compiled=True),
         DistillCase("1B, 8K tokens", MODELS["1B"], 4, log_every=3),
         DistillCase("1B, 8K tokens, layers compiled", MODELS["1B"], 4, log_every=3, compiled=True),
-        DistillCase("8B, 8K tokens a card", MODELS["8B"], 4, rows=1, log_every=1, memory="checkpoint", multi=True),
+        DistillCase("8B, 8K tokens a card", MODELS["8B"], 4, log_every=1, memory="checkpoint", multi=True),
         DistillCase("135M, student step, rows of 2K", MODELS["135M"], 16, step=True),
         DistillCase("135M, student step, rows of 32K", MODELS["135M"], 1, length=32_768, step=True),
         DistillCase("1B, student step, rows of 2K", MODELS["1B"], 4, step=True),
@@ -326,10 +326,10 @@ class _DistillRun:
 
     def row(self) -> dict[str, Any]:
         from surgery.training.checkpoints import CheckpointManager, TrainPosition
-        from surgery.training.distributed.accelerator import prepare, unwrap_model
+        from surgery.training.distributed.accelerator import prepare, sharding_name, unwrap_model
         from surgery.training.logging import TrainingLog
         from surgery.training.loop import LoopContext, TrainingLoop
-        from surgery.training.models import enable_gradient_checkpointing
+        from surgery.training.models import enable_gradient_checkpointing, shard_frozen
         from surgery.training.optim import make_groups, make_optimizer
         from surgery.training.stages import STAGES, StageModels
 
@@ -337,6 +337,8 @@ class _DistillRun:
         teacher_dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         torch.manual_seed(1)
         teacher = make_llama(case.shape, self.device, teacher_dtype).eval().requires_grad_(False)
+        if sharding_name(self.accelerator) == "FSDP2":
+            teacher = shard_frozen(teacher, self.device)
         self._say("teacher built")
         start = _triton_cache_state()
         student = _student(case.shape, self.device, self.recipe_name)
