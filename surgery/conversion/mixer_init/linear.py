@@ -52,7 +52,7 @@ from surgery.planning.attention_recipe import AttentionRecipe
 LEARNING_RATE = 1e-2  # of Adam; decays to zero along half a cosine
 PROFILE_SAMPLES = 4  # samples whose attention maps are measured
 SHARPNESS = (1.0, 2.0, 4.0, 8.0, 16.0)  # candidate factors of the feature weights
-RIDGE = 1e-4  # of the least squares; a weight of 1 loses little, and no weight exceeds about 50
+RIDGE = 1e-5  # of the least squares: as if one query in 100,000 more were equal to a key; weights stay below about 150
 WEIGHTS = (0.0, *(2.0**n for n in range(-8, 5)))  # of the linear part; the softmax part has weight 1
 SOFTPLUS_ZERO, SOFTPLUS_ONE = -30.0, math.log(math.e - 1)  # softplus maps them to 1e-13 and 1
 
@@ -238,9 +238,10 @@ def extend_blocks(blocks_HMM: Tensor, count: int) -> Tensor:
 def solve_least_squares(mixer: LinearMixer, fit: AttentionSamples, steps: int) -> LinearMixer | None:
     """Fit the weights of the output's terms by nonnegative least squares with a ridge, head by head.
 
-    The ridge is RIDGE times the mean squared norm that a term of weight 1 has for a query equal to a key
-    (`matched_energy`). Without it, a term that is almost zero on the samples, as of sharp features that no query shares
-    with a key, got any weight (2e7), and a text with such a pair an output as large.
+    The ridge is RIDGE times the energy that a term of weight 1 would have if every query were equal to a key
+    (`matched_energy`). Without it, a term that is almost zero on the samples got any weight (2e7): sharp features of
+    queries and keys hardly overlap, until a text has an attention sink behind the mixer's own sinks, a key that all
+    queries match.
 
     Returns None if the output is not linear in them: a denominator or a norm follows the sum.
     """
@@ -279,20 +280,12 @@ def head_outputs(mixer: LinearMixer, sample: AttentionSample) -> Tensor:
 
 
 def matched_energy(mixer: LinearMixer, sample: AttentionSample) -> Tensor:
-    """Return sum_t |q|^2 |k|^2 |v_t|^2 of the linear part's features and values, with the means of |q|^2 and |k|^2,
-    (H,).
-
-    The root of its mean over the tokens is the norm of the output for a query that matches one key and no other.
-    """
+    """Return the energy of the linear part's output if each query matched one key and no other, (H,): the sum over the
+    tokens of |k|^2 |v|^2, times the mean of |q|^2 over the queries."""
     rows = mixer.mask_inputs(sample.inputs)
-    query_BGJ, key_BGT, value_BGT = (
-        rows.q_BGJTF.square().sum(-1).mean(-1),
-        rows.k_BGTF.square().sum(-1),
-        rows.v_BGTV.float().square().sum(-1),
-    )
-    energy_BGJ = query_BGJ * (key_BGT * value_BGT).sum(-1, keepdim=True)
-    heads = mixer.shape.heads
-    return energy_BGJ.sum(0).view(heads, -1).mean(1)
+    query_BGJ = rows.q_BGJTF.float().square().sum(-1).mean(-1)
+    written_BG = (rows.k_BGTF.float().square().sum(-1) * rows.v_BGTV.float().square().sum(-1)).sum(-1)
+    return (query_BGJ * written_BG.unsqueeze(-1)).sum(0).view(mixer.shape.heads, -1).mean(1)
 
 
 def copy_without_linear_part(mixer: LinearMixer) -> LinearMixer:
