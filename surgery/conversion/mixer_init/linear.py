@@ -7,7 +7,7 @@ profile        set the mask from the teacher's attention map. Gates and decay: r
                mean attention distance d. Block mixing: the mean attention between blocks; Toeplitz block mixing: its
                fit by exponentials. Delta rule: the step size from the entropy of the attention.
 least_squares  parameters in which the output is linear (lambda of each Fenwick level, amplitudes of Toeplitz block
-               mixing, weight of the linear part): nonnegative least squares against the teacher's output
+               mixing, weight of the linear part): nonnegative least squares with a ridge against the teacher's output
 weights        where the linear part and the window's softmax share a denominator or a norm, so that the output is not
                linear in the weights: grid search of weight and sharpness, head by head
 window         with a sliding window: the linear part switched off
