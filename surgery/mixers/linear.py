@@ -282,6 +282,18 @@ class LinearMixer(Mixer):
                 outs.append(tokens.unpadder.pad(out_BTHV, dim=1).transpose(1, 2))
         return outs
 
+    def mask_inputs(self, inputs: MixerInputs) -> MaskInputs:
+        """Return the inputs of the mask for rows that begin with these tokens."""
+        found: list[MaskInputs] = []
+
+        def apply(rows: MaskInputs) -> tuple[Tensor, None]:
+            found.append(rows)
+            return rows.v_BGTV.new_zeros(*rows.q_BGJTF.shape[:-1], rows.v_BGTV.shape[-1]), None
+
+        with autocast_disabled(inputs.x_BTD.device):
+            self._branches(inputs, None, apply, max(self.config.window, 64))
+        return found[0]
+
     def _branches(
         self, inputs: MixerInputs, past: MixerState | None, apply: MaskFn, block: int
     ) -> tuple[Tensor, LocalOutput | None, ProjectedTokens, MixerState]:

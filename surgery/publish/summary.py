@@ -29,6 +29,7 @@ from surgery.modeling.joined import record_paths
 from surgery.planning.renamed import renew_report
 from surgery.planning.speed import speed_dict
 from surgery.planning.targets import LinearTarget, Plan
+from surgery.publish.large_weights import large_weights
 from surgery.publish.training_kernels import training_kernels
 from surgery.structures import STRUCTURES, StructureConfig
 
@@ -200,6 +201,7 @@ def inspect(name: str) -> dict[str, Any]:
     report["linears"] = report_linears(report, source)
     if mixers_of(source):
         report |= checkpoint_costs(source)
+        report["large_weights"] = large_weights(source)
         report["training_kernels"] = training_kernels(checkpoint_mixers(source))
         from surgery.conversion.toeplitz import toeplitz_fits
 

@@ -270,6 +270,18 @@ def toeplitz_lines(r2: dict[str, list[float]] | None) -> list[str]:
     ]
 
 
+def large_weight_lines(weights: dict[str, float]) -> list[str]:
+    """Return a warning about mixers whose linear branch has a very large weight. weights: of `large_weights`."""
+    if not weights:
+        return []
+    path = max(weights, key=lambda path: weights[path])
+    return [
+        f"warning: the linear branch of attention has weights up to {weights[path]:.2g} in {len(weights)} of the mixers "
+        f"(largest in {path}). They were fitted to a branch that was almost zero on the calibration text; on other text "
+        "the outputs may be as large and the model fails. Training does not lower them: convert again with this version"
+    ]
+
+
 def inspect_table(report: dict[str, Any]) -> list[Any]:
     """Return the tables of `surgery inspect`, one row per role."""
     kind = "of the outputs on held-out text" if report["calibration"] else "of the weights (without calibration text)"
@@ -298,6 +310,7 @@ def inspect_table(report: dict[str, Any]) -> list[Any]:
         *map(escape, initialization_lines(report.get("mixers", []))),
         *attention_output_lines(report),
         *toeplitz_lines(report.get("toeplitzness")),
+        *map(escape, large_weight_lines(report.get("large_weights", {}))),
         *tune_lines(report.get("tune")),
     ]
     return [*linears, *structure_lines(report), *depth_lines(report), *mixers, *_total_lines(report)]

@@ -15,6 +15,7 @@ from surgery.conversion.mixer_init.linear import (
     WEIGHTS,
     LinearInit,
     copy_with_sharpness,
+    copy_without_linear_part,
     fit_mask_to_profile,
     search_linear_weights,
     solve_least_squares,
@@ -228,3 +229,23 @@ def test_item_4_4_least_squares_does_not_depend_on_the_weight_before_it(mask):
             )
         )
     assert errors[0] == pytest.approx(errors[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("more", [{"scores": "delta", "mask": "hierarchical"}, {"mask": "gates"}])
+def test_a_term_that_is_almost_zero_on_the_samples_gets_no_huge_weight(more):
+    """Sharp features of the queries and of the keys overlap by 1e-6 on the samples, and fully on another text."""
+    config = LinearAttention(features="hedgehog", window=WINDOW, sinks=SINKS, chunk=8, **more)
+
+    def disjoint_features(inputs):
+        with torch.no_grad():  # the largest and the smallest dim of a query are those of no key
+            for x, offset in ((inputs.q_BHTK, 0), (inputs.k_BGTK, 4)):
+                x.mul_(0.25)[..., offset : offset + 2] += 4
+                x[..., offset + 2 : offset + 4] -= 4
+        return softmax(inputs)
+
+    blank = copy_with_sharpness(LinearMixer(config, SHAPE), torch.full((SHAPE.groups,), 10.0))
+    apart, matched = Rows(disjoint_features, seed=0, count=4), Rows(softmax, seed=1)
+    mixer = solve_least_squares(blank.requires_grad_(False), apart, 0)
+    assert relative_error(mixer, apart) <= relative_error(copy_without_linear_part(blank), apart) * (1 + 1e-6)
+    inputs = matched[0].inputs
+    assert mixer.mix(inputs)[0].abs().max() < 10 * inputs.v_BGTV.abs().max()

@@ -7,7 +7,7 @@ profile        set the mask from the teacher's attention map. Gates and decay: r
                mean attention distance d. Block mixing: the mean attention between blocks; Toeplitz block mixing: its
                fit by exponentials. Delta rule: the step size from the entropy of the attention.
 least_squares  parameters in which the output is linear (lambda of each Fenwick level, amplitudes of Toeplitz block
-               mixing, weight of the linear part): nonnegative least squares against the teacher's output
+               mixing, weight of the linear part): nonnegative least squares with a ridge against the teacher's output
 weights        where the linear part and the window's softmax share a denominator or a norm, so that the output is not
                linear in the weights: grid search of weight and sharpness, head by head
 window         with a sliding window: the linear part switched off
@@ -52,6 +52,7 @@ from surgery.planning.attention_recipe import AttentionRecipe
 LEARNING_RATE = 1e-2  # of Adam; decays to zero along half a cosine
 PROFILE_SAMPLES = 4  # samples whose attention maps are measured
 SHARPNESS = (1.0, 2.0, 4.0, 8.0, 16.0)  # candidate factors of the feature weights
+RIDGE = 1e-5  # of the least squares: as if one query in 100,000 more were equal to a key; weights stay below about 150
 WEIGHTS = (0.0, *(2.0**n for n in range(-8, 5)))  # of the linear part; the softmax part has weight 1
 SOFTPLUS_ZERO, SOFTPLUS_ONE = -30.0, math.log(math.e - 1)  # softplus maps them to 1e-13 and 1
 
@@ -235,7 +236,12 @@ def extend_blocks(blocks_HMM: Tensor, count: int) -> Tensor:
 # -- least squares ---------------------------------------------------------------------------------
 @torch.no_grad()
 def solve_least_squares(mixer: LinearMixer, fit: AttentionSamples, steps: int) -> LinearMixer | None:
-    """Fit the weights of the output's terms by nonnegative least squares, head by head.
+    """Fit the weights of the output's terms by nonnegative least squares with a ridge, head by head.
+
+    The ridge is RIDGE times the energy that a term of weight 1 would have if every query were equal to a key
+    (`matched_energy`). Without it, a term that is almost zero on the samples got any weight (2e7): sharp features of
+    queries and keys hardly overlap, until a text has an attention sink behind the mixer's own sinks, a key that all
+    queries match.
 
     Returns None if the output is not linear in them: a denominator or a norm follows the sum.
     """
@@ -257,6 +263,7 @@ def solve_least_squares(mixer: LinearMixer, fit: AttentionSamples, steps: int) -
         target_HX = unpadded_tokens(sample.target_BHTV.float(), sample).flatten(1) - softmax_HX
         at_N = torch.tensor(terms)
         gram_HNN[:, at_N[:, None], at_N] += (terms_HNX @ terms_HNX.mT).double().cpu()
+        gram_HNN[:, at_N, at_N] += RIDGE * matched_energy(mixer, sample).double().cpu().unsqueeze(-1)
         cross_HN[:, at_N] += (terms_HNX @ target_HX[..., None])[..., 0].double().cpu()
     if not copies:
         return None
@@ -270,6 +277,15 @@ def solve_least_squares(mixer: LinearMixer, fit: AttentionSamples, steps: int) -
 def head_outputs(mixer: LinearMixer, sample: AttentionSample) -> Tensor:
     """Return the mixer's outputs over the real tokens of a sample, (H, N V)."""
     return unpadded_tokens(mixer.mix(sample.inputs)[0].float(), sample).flatten(1)
+
+
+def matched_energy(mixer: LinearMixer, sample: AttentionSample) -> Tensor:
+    """Return the energy of the linear part's output if each query matched one key and no other, (H,): the sum over the
+    tokens of |k|^2 |v|^2, times the mean of |q|^2 over the queries."""
+    rows = mixer.mask_inputs(sample.inputs)
+    query_BGJ = rows.q_BGJTF.float().square().sum(-1).mean(-1)
+    written_BG = (rows.k_BGTF.float().square().sum(-1) * rows.v_BGTV.float().square().sum(-1)).sum(-1)
+    return (query_BGJ * written_BG.unsqueeze(-1)).sum(0).view(mixer.shape.heads, -1).mean(1)
 
 
 def copy_without_linear_part(mixer: LinearMixer) -> LinearMixer:
