@@ -8,7 +8,6 @@ https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/core_m
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from surgery.architectures.expert_layout import file_names
 from surgery.architectures.experts import RoutedExperts, split_experts
+from surgery.checkpoint.config_object import config_object
 from surgery.checkpoint.model_classes import build_on_meta, class_of_tensors, model_class
 from surgery.checkpoint.safetensors_io import TensorInfo, read_tensor
 from surgery.checkpoint.source import CheckpointSource
@@ -141,7 +141,7 @@ def load_config(source: CheckpointSource, trust_remote_code: bool) -> Any:
 
     try:
         config = AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
-        return config if source.whole is None else type(config).from_dict(copy.deepcopy(source.config))
+        return config if source.whole is None else config_object(type(config), source.config)
     except Exception as error:  # a config from the Hub can fail in any way
         check_environment(error)
         raise SurgeryError(

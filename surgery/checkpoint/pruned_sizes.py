@@ -17,6 +17,7 @@ from surgery.architectures.base import Architecture
 from surgery.architectures.experts import split_experts
 from surgery.architectures.linears import find_linears
 from surgery.architectures.towers import text_architecture
+from surgery.checkpoint.config_object import config_object
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.model_classes import build_on_meta, model_class
 from surgery.core.errors import SurgeryError
@@ -96,7 +97,7 @@ def _with_heads(sizes: Config, share: Fraction, width: int) -> Config:
 def _model_shapes(config: Config, meta_model: MetaModel) -> Shapes | None:
     """Return the shapes of the model of a config, None if it cannot be built: the keys have another meaning there."""
     try:
-        settings = type(meta_model.config).from_dict(copy.deepcopy(config))
+        settings = config_object(type(meta_model.config), config)
         model = build_on_meta(model_class(settings), settings, meta_model.source.name)
     except SurgeryError:
         return None

@@ -7,6 +7,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
+from surgery.checkpoint.config_object import config_object
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.pruned_sizes import with_pruned_sizes
 from surgery.checkpoint.safetensors_io import TensorInfo, TensorSource, file_digest, read_header, write_shard
@@ -175,7 +176,7 @@ def _untie_config(config: dict[str, Any], loaded: Any) -> dict[str, Any]:
     config = {**config, "tie_word_embeddings": False}
     before = loaded.to_dict()
     plain = {k: v for k, v in config.items() if k != "quantization_config"}
-    after = type(loaded).from_dict(plain).to_dict()
+    after = config_object(type(loaded), plain).to_dict()
     changed = {k for k in before if before[k] != after.get(k, before[k])} - {"tie_word_embeddings"}
     return {**config, **{k: before[k] for k in changed}}
 

@@ -24,6 +24,7 @@ from surgery.architectures.experts import split_experts
 from surgery.architectures.positions import longest_input
 from surgery.calibration.data import CalibrationSet, align_left, check_model_inputs, read_labels
 from surgery.calibration.layer_runner import LayerRunner
+from surgery.checkpoint.config_object import config_object
 from surgery.checkpoint.meta_model import MetaModel, split_stored_experts
 from surgery.checkpoint.model_classes import build_on_meta
 from surgery.checkpoint.safetensors_io import TensorInfo
@@ -78,7 +79,7 @@ class LiveSource:
         settings: Any
         if is_library_model(model):
             config = saved_config(model)
-            settings = type(model.config).from_dict(copy.deepcopy(config))
+            settings = config_object(type(model.config), config)
             built = _library_copy(model, settings, state)
             split_experts(built)
             pairs = dict(getattr(model, "all_tied_weights_keys", None) or {})
