@@ -26,7 +26,14 @@ from surgery.core.registry import validate_config
 from surgery.mixers.softmax import describe_softmax
 from surgery.planning.attention_plan import find_attention_targets, softmax_shapes
 from surgery.planning.joined import check_joins, group_by_input
-from surgery.planning.pruned_mlps import Mlp, check_sizes_of_rules, find_pruned_mlps, is_pruned, prunable_mlps
+from surgery.planning.pruned_mlps import (
+    Mlp,
+    check_sizes_of_rules,
+    expert_settings,
+    find_pruned_mlps,
+    is_pruned,
+    prunable_mlps,
+)
 from surgery.planning.recipe import STRUCTURE_KEYS, ConversionRecipe, LinearSettings, Rule
 from surgery.planning.shared_bases import check_can_share, share_bases
 from surgery.planning.speed import plan_by_time
@@ -313,7 +320,8 @@ def _pruned_targets(
         )
         targets[output.path] = (_with_preview(target),)
     for mlp in mlps:
-        chosen = settings[mlp.down.path][0].model_copy(update={"groups": None})
+        given = settings[mlp.down.path]
+        chosen = (expert_settings(given) if mlp.down.experts else given)[0].model_copy(update={"groups": None})
         targets[mlp.down.path] = (_mlp_target(mlp, chosen, _structure_config("pruned", chosen, auto=False)),)
     for attention in attentions:
         chosen, output = settings[attention.output.path][0], attention.output
