@@ -2,8 +2,8 @@
 number of heads: transformers' own keys for it, and no table entries.
 
 A checkpoint of which nothing else was replaced is then an ordinary one, which every program of the family loads. MLPs
-of several widths, attention of several numbers of heads, families whose config does not say the number, and experts of
-families whose files hold merged tensors keep their table entries.
+of several widths, attention of several numbers of heads, and families whose config does not say the number keep their
+table entries.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from fractions import Fraction
 from typing import Any
 
 from surgery.architectures.base import Architecture
-from surgery.architectures.expert_layout import stored_layout
 from surgery.architectures.experts import split_experts
 from surgery.architectures.linears import LinearInfo, find_linears
 from surgery.architectures.towers import text_architecture
@@ -42,7 +41,7 @@ def with_pruned_sizes(config: Config, table: Table, meta_model: MetaModel) -> tu
         return config, table
     linears = {linear.path: linear for linear in find_linears(meta_model.model).linears}
     shapes = _shapes(meta_model.model)
-    for kind, entries in _groups(pruned, linears, meta_model):
+    for kind, entries in _groups(pruned, linears):
         ends = [
             (linears[path].in_, spec["in_features"])
             for path, spec in entries.items()
@@ -59,7 +58,7 @@ def with_pruned_sizes(config: Config, table: Table, meta_model: MetaModel) -> tu
     return config, table
 
 
-def _groups(pruned: Table, linears: dict[str, LinearInfo], meta_model: MetaModel) -> Iterator[tuple[str, Table]]:
+def _groups(pruned: Table, linears: dict[str, LinearInfo]) -> Iterator[tuple[str, Table]]:
     """Yield (kind, entries) of what may have one size: all MLPs, those beside routed experts and the others, attention,
     the experts, and these with the MLPs beside them.
     """
@@ -72,9 +71,7 @@ def _groups(pruned: Table, linears: dict[str, LinearInfo], meta_model: MetaModel
     others = {path: spec for path, spec in mlps.items() if path not in beside}
     yield from (("mlp", entries) for entries in (mlps, beside, others))
     yield "attention", of_kind["attention"]
-    layout = stored_layout(meta_model.model) if experts else None
-    if layout is not None and not layout.stored_merged:
-        yield from (("expert", entries) for entries in (experts, {**experts, **beside}))
+    yield from (("expert", entries) for entries in (experts, {**experts, **beside}))
 
 
 def _entry_shapes(entries: Table) -> Shapes:

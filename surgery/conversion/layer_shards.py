@@ -35,6 +35,7 @@ from surgery.checkpoint.safetensors_io import FLOAT_DTYPES, file_digest, read_he
 from surgery.checkpoint.table import is_narrowed, is_pruned
 from surgery.checkpoint.writer import concatenate, shard_name
 from surgery.conversion.context import NON_LAYER
+from surgery.conversion.expert_tensors import merged_shapes
 from surgery.conversion.mixer_init.base import build_mixer
 from surgery.conversion.replacement import stored_module_name
 from surgery.conversion.sequential import untied_entries
@@ -262,7 +263,14 @@ class LayerShards:
         return file_digest(path) == entry["sha256"] and _is_true(lambda: self.has_tensors(path, entry, exact=True))
 
     def _is_in(self, output_shard: Path, entry: dict[str, Any]) -> bool:
-        return _is_true(lambda: self.has_tensors(output_shard, entry, exact=False))
+        """Return whether an output shard has the tensors of a layer shard; those of experts may be merged there."""
+
+        def has_merged() -> bool:
+            header = read_header(output_shard)
+            merged = merged_shapes(self.meta_model.model, self.expected_shapes(entry))
+            return merged.items() <= {name: info.shape for name, info in header.items()}.items()
+
+        return _is_true(lambda: self.has_tensors(output_shard, entry, exact=False) or has_merged())
 
     def _groups(self, entries: list[dict[str, Any]]) -> list[list[str]] | None:
         """Return the layer shards of each output shard as the journal has them; None if it has none, or other

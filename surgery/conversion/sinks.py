@@ -38,6 +38,7 @@ from surgery.checkpoint.writer import (
     write_checkpoint,
 )
 from surgery.conversion.context import DEPTH_NAME, ConversionContext
+from surgery.conversion.expert_tensors import merge_entries, merged_shapes
 from surgery.conversion.generated import GENERATED_NAME, PART_NAME
 from surgery.conversion.layer_shards import LayerShards
 from surgery.conversion.output import Output
@@ -195,12 +196,15 @@ class FolderSink:
         """Merge the layer shards, and write config.json and the companion files."""
         source, work_dir, shards = ctx.model.source, ctx.work_dir, self.shards(ctx)
         ctx.progress.say("writing the checkpoint")
-        expected = {name for entry in entries for name in shards.expected_shapes(entry)}
-        weight_map = write_checkpoint(
-            work_dir, [shards.path(entry["piece"]) for entry in entries], self.journal, expected
-        )
         table, mixers = merged_tables(entries)
         config = converted_config(source, ctx.model, table, mixers)
+        shapes = {name: shape for entry in entries for name, shape in shards.expected_shapes(entry).items()}
+        merge = None
+        if "quantization_config" not in config:  # an ordinary checkpoint, whose experts are as transformers reads them
+            merged = merged_shapes(ctx.model.model, shapes)
+            merge, shapes = partial(merge_entries, ctx.model.model) if merged != shapes else None, merged
+        files = [shards.path(entry["piece"]) for entry in entries]
+        weight_map = write_checkpoint(work_dir, files, self.journal, set(shapes), merge)
         copy_companions(source, work_dir)
         if "quantization_config" in config:
             write_shims(work_dir, config, ctx.model.model)

@@ -34,8 +34,8 @@ EXPERTS = {"match": "expert.*", "structure": "pruned", "multiple": 4}
 NARROW = {"structure": "dense", "keep": 0.5, "rules": [EXPERTS]}
 QUICK = {"allocate": "uniform", "curvature": "none", "sweeps": 1}
 MIXED = [{**EXPERTS, "width": 12}, {**EXPERTS, "width": 8, "layers": "1:"}]  # two widths
-# Kinds whose config says the width of routed experts alone, and whose files hold a tensor for each matrix.
-STOCK = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "qwen3_next", "qwen3_5_moe_text", "phimoe")
+# Kinds whose config has one width for routed and shared experts.
+ONE_KEY = ("glm4_moe", "deepseek_v2", "deepseek_v3", "llama4_text")
 
 
 @pytest.fixture(scope="module")
@@ -83,20 +83,20 @@ def test_the_widths_of_the_plan_are_those_of_the_result(kind, experts, tmp_path)
     assert report["totals"]["params_after"] == stored
     assert bool(model_outputs(load(out), tiny_inputs("llama", 2, seed=2)).isfinite().all())
     config = json.loads((out / "config.json").read_text())
-    assert ("quantization_config" not in config) == (kind in STOCK)
-    if kind in STOCK:
+    assert ("quantization_config" in config) == (kind in ONE_KEY)
+    if kind not in ONE_KEY:
         assert widths <= {config.get("moe_intermediate_size"), config.get("intermediate_size")}
 
 
 def test_experts_of_one_width_are_an_ordinary_checkpoint(experts, inputs, tmp_path):
     """In a process that cannot import this package."""
-    kinds = ("mixtral", "qwen3_moe")
+    kinds = ("mixtral", "qwen3_moe", "gpt_oss", "granitemoe")
     for kind in kinds:
         convert(str(experts(kind)), make_recipe(**NARROW, **QUICK, calibration=inputs), tmp_path / kind)
         assert not list((tmp_path / kind).glob("*.py"))
         with pytest.raises(SurgeryError, match="ordinary checkpoint already"):
             densify(str(tmp_path / kind), tmp_path / "dense")
-    check_stock(tmp_path, kinds, ["llama"] * 2)
+    check_stock(tmp_path, kinds, ["llama"] * len(kinds))
 
 
 def test_shared_experts_of_the_same_key_are_pruned_with_them(experts, tmp_path):
@@ -222,10 +222,11 @@ def test_tuning_trains_all_linears_of_the_experts(experts, inputs, tmp_path):
 
 
 @pytest.mark.parametrize("rules", [[EXPERTS], [{**EXPERTS, "width": 24}, {**EXPERTS, "width": 16, "layers": "1:"}]])
-def test_apply_equals_convert(rules, experts, inputs, tmp_path):
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_apply_equals_convert(kind, rules, experts, inputs, tmp_path):
     recipe = {**NARROW, **QUICK, "rules": rules}
-    surgery.convert(str(experts("mixtral")), recipe, tmp_path / "out", calibration=inputs)
-    model = surgery.apply(load(experts("mixtral")), recipe, calibration=load_file(inputs))
+    surgery.convert(str(experts(kind)), recipe, tmp_path / "out", calibration=inputs)
+    model = surgery.apply(load(experts(kind)), recipe, calibration=load_file(inputs))
     found = tiny_inputs("llama", 2, seed=4)
     assert relative(model_outputs(model, found), model_outputs(load(tmp_path / "out"), found)) < 1e-5
     model.save_pretrained(tmp_path / "saved")
