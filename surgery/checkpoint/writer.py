@@ -63,6 +63,7 @@ WORK_FILES = (
     "fitted/*.safetensors",
     "generated.safetensors",
     "depth.safetensors",
+    "experts.safetensors",
     "generated-*.safetensors",
     "hidden-*",
     "pieces/",
@@ -169,7 +170,7 @@ def converted_config(
     """Return the source's config with the table of replacements, and with the model's class if the source names none.
 
     Replacing the head or the embedding unties them. Pruned MLPs of one width, pruned attention of one number of heads
-    and fewer layers are in the config alone, and without other replacements there is no table.
+    and fewer layers or experts are in the config alone, and without other replacements there is no table.
     """
     architectures = meta_model.config.architectures
     named = {} if source.config.get("architectures") or not architectures else {"architectures": architectures}

@@ -64,7 +64,8 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
     if not table and not mixers and "quantization_config" not in source.config:
         raise SurgeryError(
             f"{converted} is an ordinary checkpoint already: its MLPs are pruned to one width, its attention to one number "
-            "of heads, or its layers are fewer, which config.json says, and no other linears were replaced. Use it as it is"
+            "of heads, or its layers or experts are fewer, which config.json says, and no other linears were replaced. Use "
+            "it as it is"
         )
     outputs = _output_projections(source, mixers)
     unused = unused_tensors(source.config["quantization_config"])

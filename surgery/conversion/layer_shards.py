@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from pydantic import Field, ValidationError
@@ -23,6 +23,7 @@ from surgery.checkpoint.report import (
     AllocationReport,
     Count,
     DepthReport,
+    ExpertsReport,
     HeldOutReport,
     HybridReport,
     MixerReport,
@@ -46,6 +47,9 @@ from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.speed import option_of, time_after, time_before, with_structures
 from surgery.planning.targets import Plan
 from surgery.structures.shared_basis import basis_path
+
+if TYPE_CHECKING:
+    from surgery.planning.fewer_experts import ExpertsPlan
 
 TensorShapes = dict[str, tuple[int, ...]]
 NonNegative = Annotated[float, Field(ge=0, le=1e30)]
@@ -95,6 +99,11 @@ class _DepthEntry(ReportModel):
     sha256: str
 
 
+class _ExpertsEntry(ReportModel):
+    record: ExpertsReport
+    sha256: str
+
+
 class _RestoredEntry(ReportModel):
     round: Count
     given: list[str]
@@ -126,6 +135,7 @@ ENTRY_MODELS: dict[str, type[ReportModel]] = {
     "aligned": _AlignedEntry,
     "generated": _GeneratedEntry,
     "depth": _DepthEntry,
+    "experts": _ExpertsEntry,
     "restored": _RestoredEntry,
     "arranged": _MixerChoicesEntry,
     "fitted": _ShardEntry,
@@ -325,6 +335,13 @@ def _is_valid(entry: dict[str, Any], plan: Plan) -> bool:
         return False
 
 
+def _keeps_as_planned(record: dict[str, Any], planned: ExpertsPlan) -> bool:
+    """Return whether the experts that stay are as many as planned, in each layer, in ascending order."""
+    numbers = [list(kept) for kept in record["kept"].values()]
+    are_known = all(kept == sorted(set(kept)) and kept[-1] < planned.stack.count for kept in numbers)
+    return set(record["kept"]) == set(planned.stack.paths) and {*map(len, numbers)} == {planned.number} and are_known
+
+
 def _agrees_with_plan(entry: dict[str, Any], plan: Plan) -> bool:
     if entry["step"] == "budgets":
         names = set(entry["budgets"])
@@ -333,6 +350,8 @@ def _agrees_with_plan(entry: dict[str, Any], plan: Plan) -> bool:
         planned, record = plan.depth, entry["record"]
         fits = planned is not None and record["layers"] == planned.stack.count
         return fits and len(record["removed"]) == len(planned.removed)  # type: ignore[union-attr]
+    if entry["step"] == "experts":
+        return plan.experts is not None and _keeps_as_planned(entry["record"], plan.experts)
     if entry["step"] == "hybrid":
         return set(entry["told"]["softmax"]) <= set(plan.attention_targets) and _names_heads(entry["told"], plan)
     if entry["step"] == "piece":

@@ -37,7 +37,7 @@ from surgery.checkpoint.writer import (
     known_work_files,
     write_checkpoint,
 )
-from surgery.conversion.context import DEPTH_NAME, ConversionContext
+from surgery.conversion.context import DEPTH_NAME, EXPERTS_NAME, ConversionContext
 from surgery.conversion.expert_tensors import merge_entries, merged_shapes
 from surgery.conversion.generated import GENERATED_NAME, PART_NAME
 from surgery.conversion.layer_shards import LayerShards
@@ -220,7 +220,12 @@ class FolderSink:
         write_json(work_dir / REPORT_NAME, report)
         for folder in (ctx.shards_dir, ctx.fitted_dir, ctx.grams_dir, ctx.aligned_dir):
             shutil.rmtree(folder, ignore_errors=True)
-        for file in (work_dir / GENERATED_NAME, work_dir / DEPTH_NAME, *work_dir.glob(PART_NAME.format("*"))):
+        for file in (
+            work_dir / GENERATED_NAME,
+            work_dir / DEPTH_NAME,
+            work_dir / EXPERTS_NAME,
+            *work_dir.glob(PART_NAME.format("*")),
+        ):
             file.unlink(missing_ok=True)
         check_no_unknown_files(work_dir, {*WORK_FILES, *map(glob.escape, self.delivered)}, Interrupted)
         open_converted_checkpoint(str(work_dir))

@@ -42,12 +42,13 @@ from surgery.structures import STRUCTURES, StructureConfig
 
 if TYPE_CHECKING:
     from surgery.planning.depth import DepthPlan
+    from surgery.planning.fewer_experts import ExpertsPlan
 
 
 def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
     """Return the plan of a recipe for a model.
 
-    With `depth`, the plan is that of the model without the layers that are removed.
+    With `depth` or `experts`, the plan is that of the model without the layers or experts that are removed.
 
     Raises SurgeryError if a pattern matches no module, a structure cannot tile its matrix, or nothing is replaced.
     """
@@ -61,6 +62,12 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
 
         depth = plan_depth(recipe.depth, meta_model, layout)
         return with_depth(make_plan(shortened(meta_model, depth), recipe), depth)
+    if recipe.experts is not None and meta_model.source.whole is None:
+        # Imported by conversions that remove experts.
+        from surgery.planning.fewer_experts import plan_experts, with_fewer_experts
+
+        experts = plan_experts(recipe.experts, meta_model, layout)
+        return plan_with_experts(make_plan(with_fewer_experts(meta_model, experts), recipe), experts)
     _check_patterns(recipe, layout, model_type)
     _check_grouped_heads(meta_model.config, layout)
     _check_continues_text(recipe, meta_model.config)
@@ -111,7 +118,7 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
             _check_dtypes(meta_model, linear_targets[0])
             targets[linear.path] = linear_targets
     replaces = attention_targets or any(target.configs for slices in targets.values() for target in slices)
-    if not replaces and recipe.depth is None:
+    if not replaces and recipe.depth is None and recipe.experts is None:
         raise SurgeryError(
             "plan: the recipe replaces nothing; give a structure other than dense and keep below 1, or attention: a "
             "mixer"
@@ -162,6 +169,11 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
 def with_depth(plan: Plan, depth: DepthPlan) -> Plan:
     """Return the plan of a model without layers, with those that are removed and a note about them."""
     return replace(plan, depth=depth, notes=(depth.note(), *plan.notes))
+
+
+def plan_with_experts(plan: Plan, experts: ExpertsPlan) -> Plan:
+    """Return the plan of a model with fewer experts, with those that stay and a note about them."""
+    return replace(plan, experts=experts, notes=(experts.note(), *plan.notes))
 
 
 def _rounding_note(multiple: int, targets: dict[str, tuple[LinearTarget, ...]]) -> str:

@@ -305,7 +305,26 @@ def inspect_table(report: dict[str, Any]) -> list[Any]:
         *toeplitz_lines(report.get("toeplitzness")),
         *tune_lines(report.get("tune")),
     ]
-    return [*linears, *structure_lines(report), *depth_lines(report), *mixers, *_total_lines(report)]
+    return [
+        *linears,
+        *structure_lines(report),
+        *depth_lines(report),
+        *kept_expert_lines(report),
+        *mixers,
+        *_total_lines(report),
+    ]
+
+
+def kept_expert_lines(report: dict[str, Any]) -> list[str]:
+    """Return a line on the routed experts that were removed, with the held-out loss without them."""
+    if not (experts := report.get("experts")):
+        return []
+    kept, score = list(experts["kept"].values()), experts["held_out"]
+    line = (
+        f"{len(kept[0])} of {experts['experts']} experts stay in each of {len(kept)} layers, to which "
+        f"{experts['kept_tokens']:.1%} of the calibration tokens were routed"
+    )
+    return [f"{line}; {score['unit']} on held-out text {score['original']:.3f} -> {score['converted']:.3f}"]
 
 
 def depth_lines(report: dict[str, Any]) -> list[str]:
@@ -366,6 +385,7 @@ STEPS = {
     "text check": "check of the text",
     "generate": "sampling text",
     "depth": "choice of layers",
+    "experts": "choice of experts",
     "attention": "choices about attention",
     "budgets": "allocation",
     "layers": "layers",

@@ -32,6 +32,7 @@ from surgery.training.optim import select_parameters
 
 EXPERTS = {"match": "expert.*", "structure": "pruned", "multiple": 4}
 NARROW = {"structure": "dense", "keep": 0.5, "rules": [EXPERTS]}
+DENSE = {"structure": "dense", "experts": 3}
 QUICK = {"allocate": "uniform", "curvature": "none", "sweeps": 1}
 MIXED = [{**EXPERTS, "width": 12}, {**EXPERTS, "width": 8, "layers": "1:"}]  # two widths
 # Kinds whose config has one width for routed and shared experts.
@@ -88,11 +89,11 @@ def test_the_widths_of_the_plan_are_those_of_the_result(kind, experts, tmp_path)
         assert widths <= {config.get("moe_intermediate_size"), config.get("intermediate_size")}
 
 
-def test_experts_of_one_width_are_an_ordinary_checkpoint(experts, inputs, tmp_path):
-    """In a process that cannot import this package."""
-    kinds = ("mixtral", "qwen3_moe", "gpt_oss", "granitemoe")
-    for kind in kinds:
-        convert(str(experts(kind)), make_recipe(**NARROW, **QUICK, calibration=inputs), tmp_path / kind)
+def test_the_result_is_an_ordinary_checkpoint(experts, inputs, tmp_path):
+    """In a process that cannot import this package: with fewer neurons, and with fewer experts."""
+    kinds, recipes = ("mixtral", "granitemoe", "gpt_oss", "deepseek_v3"), (NARROW, NARROW, DENSE, DENSE)
+    for kind, recipe in zip(kinds, recipes):
+        convert(str(experts(kind)), make_recipe(**recipe, **QUICK, calibration=inputs), tmp_path / kind)
         assert not list((tmp_path / kind).glob("*.py"))
         with pytest.raises(SurgeryError, match="ordinary checkpoint already"):
             densify(str(tmp_path / kind), tmp_path / "dense")
