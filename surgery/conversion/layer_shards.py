@@ -337,9 +337,11 @@ def _is_valid(entry: dict[str, Any], plan: Plan) -> bool:
 
 def _keeps_as_planned(record: dict[str, Any], planned: ExpertsPlan) -> bool:
     """Return whether the experts that stay are as many as planned, in each layer, in ascending order."""
-    numbers = [list(kept) for kept in record["kept"].values()]
-    are_known = all(kept == sorted(set(kept)) and kept[-1] < planned.stack.count for kept in numbers)
-    return set(record["kept"]) == set(planned.stack.paths) and {*map(len, numbers)} == {planned.number} and are_known
+    fits = [
+        len(kept) == planned.number and kept == sorted(set(kept)) and kept[-1] < planned.stack.count
+        for kept in record["kept"].values()
+    ]
+    return all(fits) and set(record["kept"]) == set(planned.stack.paths)
 
 
 def _agrees_with_plan(entry: dict[str, Any], plan: Plan) -> bool:

@@ -244,7 +244,7 @@ def macs_per_token(report: dict[str, Any], source: CheckpointSource) -> dict[str
     before = sum(linear.out * linear.in_ * linear.active for linear in layout.linears)
     sizes = {linear.path: linear.out * linear.in_ for linear in layout.linears}
     active = {linear.path: linear.active for linear in layout.linears if linear.experts}
-    change, removed = 0.0, sum(report.get(key, {}).get("macs", 0) for key in ("depth", "experts"))
+    change, removed = 0.0, sum((report.get(key) or {}).get("macs", 0) for key in ("depth", "experts"))
     for record in report["modules"]:
         paths = record_paths(record["name"])
         share = active.get(paths[0], 1.0)

@@ -319,12 +319,15 @@ def kept_expert_lines(report: dict[str, Any]) -> list[str]:
     """Return a line on the routed experts that were removed, with the held-out loss without them."""
     if not (experts := report.get("experts")):
         return []
-    kept, score = list(experts["kept"].values()), experts["held_out"]
+    numbers = sorted({len(kept) for kept in experts["kept"].values()})
     line = (
-        f"{len(kept[0])} of {experts['experts']} experts stay in each of {len(kept)} layers, to which "
-        f"{experts['kept_tokens']:.1%} of the calibration tokens were routed"
+        f"{', '.join(map(str, numbers))} of {experts['experts']} experts stay in each of {len(experts['kept'])} layers"
     )
-    return [f"{line}; {score['unit']} on held-out text {score['original']:.3f} -> {score['converted']:.3f}"]
+    if (share := experts.get("kept_tokens")) is not None:
+        line += f", to which {share:.1%} of the calibration tokens were routed"
+    if score := experts.get("held_out"):
+        line += f"; {escape(score['unit'])} on held-out text {score['original']:.3f} -> {score['converted']:.3f}"
+    return [line]
 
 
 def depth_lines(report: dict[str, Any]) -> list[str]:

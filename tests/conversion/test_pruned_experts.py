@@ -14,6 +14,7 @@ from helpers.narrowed import check_densified, check_stock, load
 from helpers.small import make_recipe, model_outputs, relative, tiny_inputs
 from helpers.small_experts import SPLIT, write_experts
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import surgery
 import surgery.calibration.partition
@@ -35,6 +36,7 @@ NARROW = {"structure": "dense", "keep": 0.5, "rules": [EXPERTS]}
 DENSE = {"structure": "dense", "experts": 3}
 QUICK = {"allocate": "uniform", "curvature": "none", "sweeps": 1}
 MIXED = [{**EXPERTS, "width": 12}, {**EXPERTS, "width": 8, "layers": "1:"}]  # two widths
+QUICK_KINDS = ("mixtral", "qwen3_next", "deepseek_v2", "granitemoe", "llama4_text")
 # Kinds whose config has one width for routed and shared experts.
 ONE_KEY = ("glm4_moe", "deepseek_v2", "deepseek_v3", "llama4_text")
 
@@ -72,7 +74,9 @@ def pruned_records(report: dict) -> list[dict]:
 
 
 # -- every family ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", SPLIT)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in QUICK_KINDS else pytest.param(kind, marks=pytest.mark.slow) for kind in SPLIT]
+)
 def test_the_widths_of_the_plan_are_those_of_the_result(kind, experts, tmp_path):
     source, out = experts(kind), tmp_path / "out"
     plan = surgery.plan(str(source), NARROW)
@@ -86,9 +90,14 @@ def test_the_widths_of_the_plan_are_those_of_the_result(kind, experts, tmp_path)
     config = json.loads((out / "config.json").read_text())
     assert ("quantization_config" in config) == (kind in ONE_KEY)
     if kind not in ONE_KEY:
+        assert not list(out.glob("*.py"))
+        with pytest.raises(SurgeryError, match="ordinary checkpoint already"):
+            densify(str(out), tmp_path / "dense")
+        assert not any(AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)[1].values())
         assert widths <= {config.get("moe_intermediate_size"), config.get("intermediate_size")}
 
 
+@pytest.mark.slow
 def test_the_result_is_an_ordinary_checkpoint(experts, inputs, tmp_path):
     """In a process that cannot import this package: with fewer neurons, and with fewer experts."""
     kinds, recipes = ("mixtral", "granitemoe", "gpt_oss", "deepseek_v3"), (NARROW, NARROW, DENSE, DENSE)
@@ -109,7 +118,7 @@ def test_shared_experts_of_the_same_key_are_pruned_with_them(experts, tmp_path):
     assert bool(model_outputs(load(tmp_path / "out"), tiny_inputs("llama", 2, seed=2)).isfinite().all())
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", pytest.param("llama4_text", marks=pytest.mark.slow)])
 def test_neurons_of_zeros_go_first_and_nothing_changes(kind, inputs, tmp_path):
     """Half of each expert's neurons are zero in `down`, others in each expert."""
     source = write_experts(kind, tmp_path / "source")
@@ -128,7 +137,7 @@ def test_neurons_of_zeros_go_first_and_nothing_changes(kind, inputs, tmp_path):
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "llama4_text"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", pytest.param("llama4_text", marks=pytest.mark.slow)])
 def test_calibration_lowers_the_error(kind, experts, inputs, tmp_path):
     source, outputs = experts(kind), {}
     convert(str(source), make_recipe(**NARROW), tmp_path / "free")
