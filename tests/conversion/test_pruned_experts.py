@@ -13,8 +13,9 @@ from helpers.forked import run_processes
 from helpers.narrowed import check_densified, check_stock, load
 from helpers.small import make_recipe, model_outputs, relative, tiny_inputs
 from helpers.small_experts import SPLIT, write_experts
+from helpers.small_training import EMBEDDED, healing_recipe
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import surgery
 import surgery.calibration.partition
@@ -219,6 +220,25 @@ def test_training_counts_them_as_new(experts, inputs, tmp_path):
     student = load_student(open_trainable(str(tmp_path / "out")))
     chosen = select_parameters(student, ["new"], {})
     assert len(chosen) == 2 * 4 * 3 and all(".experts." in name for name in chosen)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", pytest.param("granitemoe", marks=pytest.mark.slow)])
+def test_an_ordinary_checkpoint_is_healed(kind, inputs, texts, tmp_path):
+    """Its experts are trained as linears, and written in the form that its files had."""
+    from surgery.training.finetune import finetune
+
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    source = write_experts(kind, tmp_path / "source", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(source)
+    convert(str(source), make_recipe(**NARROW, **QUICK, calibration=inputs), tmp_path / "out")
+    stage = {"kind": "lm", "tokens": 512, "trains": ["new"], "rate": 1e-2}
+    finetune(str(tmp_path / "out"), healing_recipe(texts, stage), tmp_path / "healed")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "healed"))
+    assert {name: t.shape for name, t in before.items()} == {name: t.shape for name, t in after.items()}
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    names = ("experts", "input_linear", "output_linear")
+    assert moved == {name for name in before if any(f".{part}." in name for part in names)}
+    assert not any(AutoModelForCausalLM.from_pretrained(tmp_path / "healed", output_loading_info=True)[1].values())
 
 
 def test_tuning_trains_all_linears_of_the_experts(experts, inputs, tmp_path):
