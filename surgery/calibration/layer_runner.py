@@ -185,9 +185,25 @@ class LayerRunner:
         """Return a runner with the same settings for some of the layers. skip: modules that the inputs do not reach."""
         return self._like(layers, skip, self.ranks)
 
-    def _like(self, layers: tuple[str, ...], skip: tuple[str, ...], ranks: DistContext) -> LayerRunner:
+    def with_model(self, meta_model: MetaModel) -> LayerRunner:
+        """Return a runner with the same settings for another model, whose layers have the same paths."""
+        return self._like(self.layers, self.skip, self.ranks, meta_model)
+
+    def _like(
+        self,
+        layers: tuple[str, ...],
+        skip: tuple[str, ...],
+        ranks: DistContext,
+        meta_model: MetaModel | None = None,
+    ) -> LayerRunner:
         runner = LayerRunner(
-            self.meta_model, layers, self.head, self.device, limit=self.limit, scratch=self.scratch, ranks=ranks
+            meta_model or self.meta_model,
+            layers,
+            self.head,
+            self.device,
+            limit=self.limit,
+            scratch=self.scratch,
+            ranks=ranks,
         )
         runner.skip, runner.packed = skip, self.packed
         return runner

@@ -58,7 +58,7 @@ class InputMoments:
     def __init__(self, weights: dict[str, tuple[Tensor, bool]], fits_bias: bool = False):
         first = next(iter(weights.values()))[0]
         self.count, self.diverged, self.summing = 0, False, True
-        self.borrowed = 0  # rows of other experts among `count`
+        self.borrowed = 0  # rows of other experts, or of white inputs, among `count`
         self.cache: dict[Any, Any] = {}  # results of Metric.compute_once, shared by all linears that read this input
         self.targets = {name: OutputMoments(w, residual) for name, (w, residual) in weights.items()}
         self.c_II = first.new_zeros(first.shape[1], first.shape[1])
@@ -131,6 +131,24 @@ class InputMoments:
             if target.k_OI is not None:
                 target.k_OI.addmm_(target.weight_OI, shared.cross_II, alpha=share)
                 target.energy += share * Metric(shared.original_II).squared_norm(target.weight_OI)
+
+    def add_white(self, rows: int) -> None:
+        """Add the statistics of `rows` rows of white inputs, E[x x^T] = e I, whose outputs are W x: a ridge that draws a
+        fit towards W.
+
+        e is the mean of diag E[x x^T] of the rows that were added before; 1 without any.
+        """
+        assert self.summing
+        trace = float(self.c_II.trace())
+        added = rows * (trace / self.count / len(self.c_II) if trace > 0 else 1.0)
+        self.count, self.borrowed = self.count + rows, self.borrowed + rows
+        for total_II in (self.c_II, self.cross_II, self.original_II):
+            if total_II is not None:
+                total_II.diagonal().add_(added)
+        for target in self.targets.values():
+            if target.k_OI is not None:
+                target.k_OI.add_(target.weight_OI, alpha=added)
+                target.energy += added * inner_product(target.weight_OI, target.weight_OI)
 
     def means(self) -> InputMoments:
         """Turn the sums into means, in place, and return self. Raises SurgeryError for NaN or Inf."""

@@ -63,14 +63,22 @@ def find_stack(model: Any, layout: ModelLayout) -> LayerStack:
             f"depth: {type(model).__name__} has {len(lists)} lists of layers ({', '.join(lists)}), and depth removes "
             f"layers of one. Name its tower (towers), or leave depth out"
         )
-    owner = owner_config(model, lists[0])
-    parts = getattr(type(model.config), "sub_configs", None) or ()
-    part = next((key for key in parts if getattr(model.config, key, None) is owner), "")
-    if owner is not model.config and not part:
+    part = config_part(model, owner_config(model, lists[0]))
+    if part is None:
         raise SurgeryError(
             f"depth: config.json of {type(model).__name__} does not say how many layers {lists[0]} has. {ADVICE}"
         )
     return LayerStack(lists[0], len(layout.layers), part)
+
+
+def config_part(model: Any, owner: Any) -> str | None:
+    """Return the key of config.json below which the sizes of a part of the model are, "" for the model's own config;
+    None if there is no such key. owner: config of the part.
+    """
+    if owner is model.config:
+        return ""
+    parts = getattr(type(model.config), "sub_configs", None) or ()
+    return next((key for key in parts if getattr(model.config, key, None) is owner), None)
 
 
 def with_layers(

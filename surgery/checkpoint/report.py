@@ -206,6 +206,22 @@ class DepthReport(ReportModel):
     without_refit: Number = None
 
 
+class ExpertsReport(ReportModel):
+    """The routed experts that were removed (surgery.conversion.fewer_experts).
+
+    experts: their number in each layer before. kept: numbers of those that stay, from 0, by path. scores: of all of
+    them. kept_tokens: share of the experts' calibration tokens that was routed to those that stay. macs:
+    multiply-accumulates per token that the routers lost. held_out: score of the model with fewer experts.
+    """
+
+    experts: Count
+    kept: dict[str, list[Count]]
+    scores: dict[str, list[Number]] = {}
+    kept_tokens: Number = None
+    macs: Count = 0
+    held_out: HeldOutReport | None = None
+
+
 class TotalsReport(ReportModel):
     """Parameters, bytes and multiply-accumulates per token, of the replaced weights and of the whole checkpoint."""
 
@@ -311,6 +327,7 @@ class Report(ReportModel):
     time: TimeReport
     memory: MemoryReport
     depth: DepthReport | None = None
+    experts: ExpertsReport | None = None
     hybrid: HybridReport | None = None
     tune: TuneReport | None = None
     speed: SpeedReport | None = None

@@ -43,8 +43,8 @@ class CheckpointSource:
     """A checkpoint.
 
     name: as given by the user. folder: its files. config: config.json. tensors: their locations by name. revision: the
-    Hub commit, None for a local folder. whole: the checkpoint with all layers, if this one has some of them
-    (surgery/checkpoint/fewer_layers.py); its config then differs from the folder's.
+    Hub commit, None for a local folder. whole: the checkpoint with all layers and experts, if this one
+    has some of them (fewer_layers.py, fewer_experts.py); its config then differs from the folder's.
     """
 
     name: str
@@ -56,7 +56,7 @@ class CheckpointSource:
 
     @property
     def original(self) -> CheckpointSource:
-        """The checkpoint as it is stored, with all layers."""
+        """The checkpoint as it is stored, with all layers and experts."""
         return self.whole or self
 
     def fingerprint(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterable
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,16 @@ from surgery.core.journal import Journal
 SHARD_BYTES = 5_000_000_000  # a layer file that is larger alone stays whole
 
 
-def write_checkpoint(folder: Path, layer_files: list[Path], journal: Journal, expected: set[str]) -> dict[str, str]:
+Rewrite = Callable[[Iterable[TensorSource]], Iterable[TensorSource]]
+
+
+def write_checkpoint(
+    folder: Path, layer_files: list[Path], journal: Journal, expected: set[str], rewrite: Rewrite | None = None
+) -> dict[str, str]:
     """Merge layer files into shards of at most SHARD_BYTES and return the shard of each tensor.
 
     Memory use is a few megabytes; each layer file is removed once its shard is on disk. expected: names of all tensors.
+    rewrite: returns the tensors of a layer file as the shards have them; None: as they are.
     Raises SurgeryError if the shards hold any other set.
     """
     groups = _groups(layer_files, journal)
@@ -33,7 +40,7 @@ def write_checkpoint(folder: Path, layer_files: list[Path], journal: Journal, ex
         name = shard_name(i, len(groups))
         paths = [next(files) for _ in group]
         if journal.find("shard", name=name) is None:
-            journal.add("shard", name=name, sha256=_merge_shards(folder / name, paths))
+            journal.add("shard", name=name, sha256=_merge_shards(folder / name, paths, rewrite))
         for path in paths:
             path.unlink(missing_ok=True)
         weight_map.update(dict.fromkeys(read_header(folder / name), name))
@@ -57,6 +64,7 @@ WORK_FILES = (
     "fitted/*.safetensors",
     "generated.safetensors",
     "depth.safetensors",
+    "experts.safetensors",
     "generated-*.safetensors",
     "hidden-*",
     "pieces/",
@@ -133,8 +141,17 @@ def _group_shards(sizes: list[tuple[str, int]]) -> list[list[str]]:
     return groups
 
 
-def _merge_shards(target: Path, layer_files: list[Path]) -> str:
-    """Merge layer files into one file and return its SHA-256."""
+def _merge_shards(target: Path, layer_files: list[Path], rewrite: Rewrite | None = None) -> str:
+    """Merge layer files into one file and return its SHA-256. rewrite: see `write_checkpoint`."""
+    if rewrite is not None:
+        rewritten = [path.with_name(f"{path.stem}.rewritten{path.suffix}") for path in layer_files]
+        for path, new in zip(layer_files, rewritten):
+            entries = (TensorSource.from_file(name, info) for name, info in read_header(path).items())
+            write_shard(new, rewrite(entries))
+        digest = _merge_shards(target, rewritten)
+        for new in rewritten:
+            new.unlink(missing_ok=True)
+        return digest
     if len(layer_files) == 1:
         if layer_files[0].exists():  # otherwise an earlier run was killed right after this rename
             layer_files[0].replace(target)
@@ -154,7 +171,7 @@ def converted_config(
     """Return the source's config with the table of replacements, and with the model's class if the source names none.
 
     Replacing the head or the embedding unties them. Pruned MLPs of one width, pruned attention of one number of heads
-    and fewer layers are in the config alone, and without other replacements there is no table.
+    and fewer layers or experts are in the config alone, and without other replacements there is no table.
     """
     architectures = meta_model.config.architectures
     named = {} if source.config.get("architectures") or not architectures else {"architectures": architectures}

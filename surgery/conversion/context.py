@@ -18,6 +18,7 @@ from surgery.planning.targets import Plan
 
 NON_LAYER = "rest"  # name of the shard of all tensors outside the layers, as files and journals spell it
 DEPTH_NAME = "depth.safetensors"  # the linear that is fitted again before removed layers, in OUT.partial
+EXPERTS_NAME = "experts.safetensors"  # the routers without the rows of removed experts, in OUT.partial
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from surgery.calibration.data import CalibrationSet
 from surgery.calibration.layer_runner import LayerRunner
 from surgery.checkpoint.meta_model import MetaModel
+from surgery.checkpoint.outline import ModelDescription
 from surgery.checkpoint.report import report_errors
 from surgery.checkpoint.safetensors_io import DTYPES, TensorInfo, TensorSource
 from surgery.conversion.choices import allocation_lines
@@ -42,10 +43,14 @@ from surgery.core.distributed import DistContext, init_distributed, local_device
 from surgery.core.files import REPORT_NAME, explain_disk_errors
 from surgery.core.journal import Journal
 from surgery.core.progress import Progress, Tick
-from surgery.planning.plan import make_plan, with_depth
+from surgery.planning.plan import make_plan, plan_with_experts, with_depth
 from surgery.planning.recipe import ConversionRecipe, TuneRecipe
 from surgery.planning.speed import with_structures
 from surgery.planning.targets import Plan
+
+if TYPE_CHECKING:
+    from surgery.planning.depth import DepthPlan
+    from surgery.planning.fewer_experts import ExpertsPlan
 
 
 def convert(
@@ -115,7 +120,7 @@ class Conversion:
         self.calibration: CalibrationInputs | None = None
         self.text_score: TextScore | None = None
         self.seconds: dict[str, float] = {}
-        self.depth: dict[str, Any] | None = None
+        self.removals: dict[str, dict[str, Any]] = {}  # the report's entry of what was removed, by its key
 
     def run(self, began: float | None = None) -> dict[str, Any]:
         """Convert, deliver the result to the sink, and return the report. began: `time.perf_counter()` at the start of
@@ -148,8 +153,8 @@ class Conversion:
         device = choose_device(self.device)
         with sink.open(model, plan, samples) as journal, fast_float32_matmul(device):
             self.journal = journal
-            if plan.depth is not None:  # first, the model with all layers is measured
-                plan = replace(plan, layout=plan.depth.layout)
+            if plan.removal is not None:  # first, the model with all layers and experts is measured
+                plan = replace(plan, layout=plan.removal.layout)
                 journal.keep(select_valid_entries(journal.entries, plan))
                 plan = replace(plan, targets={}, pruned_targets={}, attention_targets={})
             self.ctx = self._context(model, plan, samples, device)
@@ -182,13 +187,13 @@ class Conversion:
         self.ctx.shards_dir.mkdir(exist_ok=True)
         self.seconds["start"] = round(time.perf_counter() - began, 3)  # imports, the plan and reading the text
         torch.manual_seed(self.ctx.recipe.seed)
-        if self.ctx.plan.depth is None:
+        if self.ctx.plan.removal is None:
             self.journal.keep(select_valid_entries(self.journal.entries, self.ctx.plan))
             self._use_chosen_plan()
         with self._timer("text check"):
             self._check_text()
         self._generate_text()
-        self._remove_layers()
+        self._remove()
         for warning in short_text_warnings(self.ctx):
             self.progress.say(f"warning: {warning}")
         hybrid = self._resolve_attention()
@@ -219,24 +224,41 @@ class Conversion:
             rows_NT = generated_rows(self.ctx, self.journal, self.source.original)
         self.ctx = replace(self.ctx, data=with_generated_rows(self.ctx.data, rows_NT))
 
-    def _remove_layers(self) -> None:
-        """Choose the layers that `depth` removes, and go on with the model without them."""
-        ctx, depth = self.ctx, self.ctx.plan.depth
-        if depth is None:
+    def _remove(self) -> None:
+        """Choose the layers or experts that `depth` or `experts` removes, and go on with the model without them."""
+        ctx, depth, experts = self.ctx, self.ctx.plan.depth, self.ctx.plan.experts
+        if depth is not None:
+            model, plan = self._without_layers(depth)
+        elif experts is not None:
+            model, plan = self._with_fewer_experts(experts)
+        else:
             return
+        assert isinstance(model, MetaModel)  # as ctx.model is
+        self.ctx = self._context(model, plan, ctx.data, ctx.device)
+        self.journal.keep(select_valid_entries(self.journal.entries, self.ctx.plan))
+        self._use_chosen_plan()
+
+    def _without_layers(self, depth: DepthPlan) -> tuple[ModelDescription, Plan]:
         # Imported by conversions that remove layers.
         from surgery.conversion.depth import remove_layers
         from surgery.planning.depth import shortened
 
         with self._timer("depth"):
-            removed = remove_layers(ctx, self.journal)
-        self.depth, depth = removed.record, depth.with_kept(removed.kept)
-        model = shortened(ctx.model, depth, removed.replaced)
-        assert isinstance(model, MetaModel)  # as ctx.model is
-        plan = with_depth(make_plan(model, ctx.recipe), depth)
-        self.ctx = self._context(model, plan, ctx.data, ctx.device)
-        self.journal.keep(select_valid_entries(self.journal.entries, self.ctx.plan))
-        self._use_chosen_plan()
+            removed = remove_layers(self.ctx, self.journal)
+        self.removals, depth = {"depth": removed.record}, depth.with_kept(removed.kept)
+        model = shortened(self.ctx.model, depth, removed.replaced)
+        return model, with_depth(make_plan(model, self.ctx.recipe), depth)
+
+    def _with_fewer_experts(self, experts: ExpertsPlan) -> tuple[ModelDescription, Plan]:
+        # Imported by conversions that remove experts.
+        from surgery.conversion.fewer_experts import remove_experts
+        from surgery.planning.fewer_experts import with_fewer_experts
+
+        with self._timer("experts"):
+            removed = remove_experts(self.ctx, self.journal)
+        self.removals, experts = {"experts": removed.record}, experts.with_kept(removed.kept)
+        model = with_fewer_experts(self.ctx.model, experts, removed.replaced)
+        return model, plan_with_experts(make_plan(model, self.ctx.recipe), experts)
 
     def _write_result(self, hybrid: dict[str, Any] | None, began: float) -> dict[str, Any]:
         """Let the sink assemble the layers, and return the report."""
@@ -249,7 +271,7 @@ class Conversion:
             stored = self.sink.write_model(self.ctx, entries)
         seconds = {**self.seconds, "total": round(time.perf_counter() - began, 3)}
         hint, score = self.source.calibration_hint, self.text_score
-        inputs = ReportInputs(entries, stored, hybrid, seconds, hint, score, self._text_warnings(), self.depth)
+        inputs = ReportInputs(entries, stored, hybrid, seconds, hint, score, self._text_warnings(), self.removals)
         with report_errors(str(self.ctx.work_dir / REPORT_NAME)):
             report = conversion_report(self.ctx, inputs).to_dict()
         for record in report["modules"]:

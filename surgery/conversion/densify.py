@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from surgery.architectures.attention import output_path
-from surgery.architectures.experts import merge_experts
+from surgery.architectures.experts import has_split_experts, merge_experts, split_experts
 from surgery.architectures.linears import LinearInfo, find_linears
 from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.rewrite import rewrite_checkpoint, write_shards
@@ -64,7 +64,8 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
     if not table and not mixers and "quantization_config" not in source.config:
         raise SurgeryError(
             f"{converted} is an ordinary checkpoint already: its MLPs are pruned to one width, its attention to one number "
-            "of heads, or its layers are fewer, which config.json says, and no other linears were replaced. Use it as it is"
+            "of heads, or its layers or experts are fewer, which config.json says, and no other linears were replaced. Use "
+            "it as it is"
         )
     outputs = _output_projections(source, mixers)
     unused = unused_tensors(source.config["quantization_config"])
@@ -140,7 +141,10 @@ def _padded_modules(model: Any, pruned: dict[str, Any]) -> dict[str, nn.Module]:
     """
     if not pruned:
         return {}
-    whole = {linear.path: linear for linear in find_linears(unconverted(model)).linears}
+    original = unconverted(model)
+    if has_split_experts(model):
+        split_experts(original)
+    whole = {linear.path: linear for linear in find_linears(original).linears}
     padded: dict[str, nn.Module] = {}
     for path, spec in pruned.items():
         module: Any = model.get_submodule(path)

@@ -35,10 +35,9 @@ from surgery.calibration.layer_runner import LayerRunner, StopForward
 from surgery.calibration.moments import InputMoments
 from surgery.checkpoint.safetensors_io import DTYPES, TensorInfo, TensorSource, read_header, read_tensor, write_shard
 from surgery.conversion.context import DEPTH_NAME, ConversionContext
+from surgery.conversion.removals import journaled_choice
 from surgery.conversion.score import HeldOutScore, held_out_score
-from surgery.conversion.streams import Contexts, FinalStates, Layer, Stream, Streams
-from surgery.core.digests import hash_file
-from surgery.core.errors import SurgeryError
+from surgery.conversion.streams import Contexts, FinalStates, Layer, Stream, Streams, Visitor
 from surgery.core.journal import Journal
 from surgery.planning.depth import DepthPlan, block_without
 from surgery.structures import linalg
@@ -66,25 +65,12 @@ def remove_layers(ctx: ConversionContext, journal: Journal) -> RemovedLayers:
 
     ctx: of the model with all layers; its plan has `depth`. Process 0 computes.
     """
-    file, entry = ctx.work_dir / DEPTH_NAME, journal.find("depth")
-    if entry is None or not _is_intact(file, entry):
-        made = ctx.dist.on_main(lambda: _choose(ctx, file))
-        if entry is None:
-            journal.add("depth", **made)
-        elif made["sha256"] != entry["sha256"]:
-            raise SurgeryError(
-                f"{file} was lost or changed, and this machine computes other values, so finished steps do not fit "
-                f"them. Remove {ctx.work_dir} to start again"
-            )
-        entry = made
+    file = ctx.work_dir / DEPTH_NAME
+    entry = journaled_choice(ctx, journal, "depth", file, lambda: _choose(ctx, file))
     record, header = entry["record"], read_header(file) if entry["sha256"] else {}
     removed = set(record["removed"])
     kept = tuple(index for index in range(record["layers"]) if index not in removed)
     return RemovedLayers(kept, record, header)
-
-
-def _is_intact(file: Path, entry: dict[str, Any]) -> bool:
-    return not entry["sha256"] or (file.is_file() and hash_file(file) == entry["sha256"])
 
 
 def _choose(ctx: ConversionContext, file: Path) -> dict[str, Any]:
@@ -279,7 +265,7 @@ class DepthTrial:
 
     def _run(self, streams: Mapping[str, Stream], visit: Callable[[Layer], Contexts], message: str) -> FinalStates:
         with self.ctx.progress.bar(message, len(self.depth.layout.layers)) as tick:
-            return Streams(self.runner, self.ctx.samples, streams).run(_Visitor(visit), tick)
+            return Streams(self.runner, self.ctx.samples, streams).run(Visitor(visit), tick)
 
     @contextmanager
     def _hooked(self, path: str, hook: Callable[..., None]) -> Iterator[None]:
@@ -303,13 +289,6 @@ class DepthTrial:
             module.weight.data = before[0]
             if bias is not None:
                 module.bias.data = before[1]
-
-
-@dataclass(frozen=True)
-class _Visitor:
-    """A pass made of one function."""
-
-    visit: Callable[[Layer], Contexts]
 
 
 def angle(before_ND: Tensor, after_ND: Tensor) -> float:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from surgery.architectures.expert_layout import file_names
@@ -14,6 +15,8 @@ from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.safetensors_io import TensorSource, read_tensor
 from surgery.checkpoint.source import CheckpointSource
 from surgery.checkpoint.table import has_shims
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -34,28 +37,46 @@ class ExpertTensor:
 def merge_expert_tensors(source: CheckpointSource, entries: Iterable[TensorSource]) -> Iterator[TensorSource]:
     """Yield the entries, with the tensors of each expert merged if the original files hold merged ones.
 
-    source: a converted checkpoint, whose files have a tensor for each matrix. The tensors of a layer's experts are in
-    memory together. Entries of a checkpoint whose model class is its own code are yielded as they are.
+    source: a converted checkpoint, whose files have a tensor for each matrix. Entries of a checkpoint whose model class
+    is its own code are yielded as they are.
     """
     own_code = bool(source.config.get("auto_map")) and not has_shims(source.config)
-    places = {} if own_code else _expert_tensors(build_unconverted_model(source))
+    return iter(entries) if own_code else merge_entries(build_unconverted_model(source), entries)
+
+
+def merge_entries(model: Any, entries: Iterable[TensorSource]) -> Iterator[TensorSource]:
+    """Yield the entries, with the tensors of each expert merged if files of the family hold merged ones.
+
+    model: with split experts, of any width. The tensors of a layer's experts are in memory together.
+    """
+    for name, entry in _merged(model, ((entry.name, entry) for entry in entries), _tensor_of):
+        yield TensorSource.from_tensor(name, entry) if isinstance(entry, Tensor) else entry
+
+
+def merged_shapes(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors by name, with those of each expert merged as `merge_entries` does."""
+    merged = _merged(model, shapes.items(), lambda shape: torch.empty(shape, device="meta"))
+    return {name: tuple(shape.shape) if isinstance(shape, Tensor) else shape for name, shape in merged}
+
+
+def _merged(
+    model: Any, items: Iterable[tuple[str, T]], tensor_of: Callable[[T], Tensor]
+) -> Iterator[tuple[str, T | Tensor]]:
+    """Yield the items by name, and merged tensors in place of those of experts."""
+    places = _expert_tensors(model)
     by_parameter: dict[str, dict[tuple[int, str], Tensor]] = {}
-    for entry in entries:
-        expert_tensor = places.get(entry.name)
-        if expert_tensor is None:
-            yield entry
+    for name, item in items:
+        place = places.get(name)
+        if place is None:
+            yield name, item
             continue
-        tensors = by_parameter.setdefault(expert_tensor.stored, {})
-        tensors[expert_tensor.expert, expert_tensor.name] = _tensor_of(entry)
-        names = [name for name, _ in expert_tensor.module.layout.pieces(expert_tensor.merged, 2)]
-        if len(tensors) == expert_tensor.module.num_experts * len(names):
-            parts = [
-                {name: tensors[index, name] for name in names} for index in range(expert_tensor.module.num_experts)
-            ]
-            yield TensorSource.from_tensor(
-                expert_tensor.stored, expert_tensor.module.layout.merge(expert_tensor.merged, parts)
-            )
-            del by_parameter[expert_tensor.stored]
+        tensors, layout = by_parameter.setdefault(place.stored, {}), place.module.layout
+        tensors[place.expert, place.name] = tensor_of(item)
+        names = [name for name, _ in layout.pieces(place.merged, 2)]
+        if len(tensors) == place.module.num_experts * len(names):
+            parts = [{name: tensors[index, name] for name in names} for index in range(place.module.num_experts)]
+            yield place.stored, layout.merge(place.merged, parts)
+            del by_parameter[place.stored]
 
 
 def _tensor_of(entry: TensorSource) -> Tensor:

@@ -31,8 +31,8 @@ class FitRecord:
     the relative error of the weights (Frobenius). start: the error after the closed-form projection. sweeps: sweeps
     accepted after it. refit: whether the matrix was fitted to the regression K C^-1, which compensates errors of
     earlier layers. rows: of a routed expert's matrix, how many calibration rows were routed to the expert. shared_rows:
-    how many average rows of all experts of the layer were added, because these were too few. outputs: of joined
-    linears, how many each has.
+    how many average rows of all experts of the layer were added, because these were too few; of a pruned expert how
+    many rows of white inputs, which draw the fit towards the original. outputs: of joined linears, how many each has.
     """
 
     name: str

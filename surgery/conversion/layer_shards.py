@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from pydantic import Field, ValidationError
@@ -23,6 +23,7 @@ from surgery.checkpoint.report import (
     AllocationReport,
     Count,
     DepthReport,
+    ExpertsReport,
     HeldOutReport,
     HybridReport,
     MixerReport,
@@ -35,6 +36,7 @@ from surgery.checkpoint.safetensors_io import FLOAT_DTYPES, file_digest, read_he
 from surgery.checkpoint.table import is_narrowed, is_pruned
 from surgery.checkpoint.writer import concatenate, shard_name
 from surgery.conversion.context import NON_LAYER
+from surgery.conversion.expert_tensors import merged_shapes
 from surgery.conversion.mixer_init.base import build_mixer
 from surgery.conversion.replacement import stored_module_name
 from surgery.conversion.sequential import untied_entries
@@ -45,6 +47,9 @@ from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.speed import option_of, time_after, time_before, with_structures
 from surgery.planning.targets import Plan
 from surgery.structures.shared_basis import basis_path
+
+if TYPE_CHECKING:
+    from surgery.planning.fewer_experts import ExpertsPlan
 
 TensorShapes = dict[str, tuple[int, ...]]
 NonNegative = Annotated[float, Field(ge=0, le=1e30)]
@@ -94,6 +99,11 @@ class _DepthEntry(ReportModel):
     sha256: str
 
 
+class _ExpertsEntry(ReportModel):
+    record: ExpertsReport
+    sha256: str
+
+
 class _RestoredEntry(ReportModel):
     round: Count
     given: list[str]
@@ -125,6 +135,7 @@ ENTRY_MODELS: dict[str, type[ReportModel]] = {
     "aligned": _AlignedEntry,
     "generated": _GeneratedEntry,
     "depth": _DepthEntry,
+    "experts": _ExpertsEntry,
     "restored": _RestoredEntry,
     "arranged": _MixerChoicesEntry,
     "fitted": _ShardEntry,
@@ -262,7 +273,14 @@ class LayerShards:
         return file_digest(path) == entry["sha256"] and _is_true(lambda: self.has_tensors(path, entry, exact=True))
 
     def _is_in(self, output_shard: Path, entry: dict[str, Any]) -> bool:
-        return _is_true(lambda: self.has_tensors(output_shard, entry, exact=False))
+        """Return whether an output shard has the tensors of a layer shard; those of experts may be merged there."""
+
+        def has_merged() -> bool:
+            header = read_header(output_shard)
+            merged = merged_shapes(self.meta_model.model, self.expected_shapes(entry))
+            return merged.items() <= {name: info.shape for name, info in header.items()}.items()
+
+        return _is_true(lambda: self.has_tensors(output_shard, entry, exact=False) or has_merged())
 
     def _groups(self, entries: list[dict[str, Any]]) -> list[list[str]] | None:
         """Return the layer shards of each output shard as the journal has them; None if it has none, or other
@@ -317,6 +335,15 @@ def _is_valid(entry: dict[str, Any], plan: Plan) -> bool:
         return False
 
 
+def _keeps_as_planned(record: dict[str, Any], planned: ExpertsPlan) -> bool:
+    """Return whether the experts that stay are as many as planned, in each layer, in ascending order."""
+    fits = [
+        len(kept) == planned.number and kept == sorted(set(kept)) and kept[-1] < planned.stack.count
+        for kept in record["kept"].values()
+    ]
+    return all(fits) and set(record["kept"]) == set(planned.stack.paths)
+
+
 def _agrees_with_plan(entry: dict[str, Any], plan: Plan) -> bool:
     if entry["step"] == "budgets":
         names = set(entry["budgets"])
@@ -325,6 +352,8 @@ def _agrees_with_plan(entry: dict[str, Any], plan: Plan) -> bool:
         planned, record = plan.depth, entry["record"]
         fits = planned is not None and record["layers"] == planned.stack.count
         return fits and len(record["removed"]) == len(planned.removed)  # type: ignore[union-attr]
+    if entry["step"] == "experts":
+        return plan.experts is not None and _keeps_as_planned(entry["record"], plan.experts)
     if entry["step"] == "hybrid":
         return set(entry["told"]["softmax"]) <= set(plan.attention_targets) and _names_heads(entry["told"], plan)
     if entry["step"] == "piece":

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from surgery.architectures.experts import RoutedExperts, keep_experts_split, split_experts
+from surgery.architectures.experts import RoutedExperts, keep_experts_split, merge_experts, split_experts
 from surgery.calibration.data import CalibrationSet
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import TensorInfo, TensorSource
@@ -170,6 +170,10 @@ class LiveSink:
             for path in built:
                 untie(model, path)
             _set_config(self, meta_model, undo)
+            if not hasattr(
+                model.config, "quantization_config"
+            ):  # an ordinary model, with files as transformers writes them
+                merge_experts(model)
             model.surgery_report = report
             model.surgery_companions = (self.tokenizer, original_folder(model))
 

@@ -106,9 +106,10 @@ class LiveSource:
 
         For a module that is not of transformers, rules match the paths that the module has.
         """
-        if recipe.depth is not None:
+        removal = "depth removes layers" if recipe.depth else "experts removes experts" if recipe.experts else ""
+        if removal:
             raise SurgeryError(
-                f"depth removes layers of a checkpoint, not of a model in memory (got a {type(self.model).__name__}). "
+                f"{removal} of a checkpoint, not of a model in memory (got a {type(self.model).__name__}). "
                 "Save it (save_pretrained), and give its folder to surgery.convert"
             )
         recipe, skipped = self._without_tuning(recipe)

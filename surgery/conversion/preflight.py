@@ -26,7 +26,7 @@ GIVE_CALIBRATION = "Give --calibration FILE"  # what to do about missing calibra
 # Keys of recipes that are younger than the first journals: left out at their default, so that conversions begun before
 # them go on.
 ADDED_RULE_KEYS = ("order", "levels", "ranks", "cores", "share")
-ADDED_KEYS = ("round_ranks", "depth", "towers", "tune", "speed", "generated_tokens", *ADDED_RULE_KEYS)
+ADDED_KEYS = ("round_ranks", "depth", "experts", "towers", "tune", "speed", "generated_tokens", *ADDED_RULE_KEYS)
 
 
 def check_far_context(inputs: dict[str, Tensor], recipe: ConversionRecipe) -> None:
@@ -58,6 +58,11 @@ def check_needs_no_calibration(recipe: ConversionRecipe, hint: str = GIVE_CALIBR
         raise SurgeryError(
             f"depth chooses the layers on calibration text, and there is none. {hint}, or name the layers, for example "
             'depth: {remove: "18:26"}'
+        )
+    if recipe.experts is not None:
+        raise SurgeryError(
+            f"experts chooses those that stay by what they add on calibration text, and there is none. {hint}, or leave "
+            "experts out"
         )
     if recipe.attention and recipe.attention.hybrid and recipe.attention.hybrid.is_measured:
         raise SurgeryError(

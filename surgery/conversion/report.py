@@ -6,7 +6,7 @@ import json
 import math
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,12 +15,14 @@ from surgery.checkpoint.report import (
     AllocationReport,
     CalibrationReport,
     DepthReport,
+    ExpertsReport,
     HeldOutReport,
     HybridReport,
     MemoryReport,
     MixerReport,
     ModuleReport,
     Report,
+    ReportModel,
     SourceReport,
     SpeedReport,
     TimeReport,
@@ -45,7 +47,8 @@ class ReportInputs:
 
     entries: the journal's entries of all layers, NON_LAYER last. stored: the tensors of the result. hybrid: the entry
     of the choice of layers that keep softmax. seconds: of each step, with their total. calibration_hint: see Source.
-    text_score, text_warnings: of the calibration text. depth: the entry of the layers that were removed.
+    text_score, text_warnings: of the calibration text. removals: the entry of the layers or experts that were removed,
+    by its key.
     """
 
     entries: Sequence[dict[str, Any]]
@@ -55,7 +58,7 @@ class ReportInputs:
     calibration_hint: str
     text_score: TextScore | None
     text_warnings: list[str]
-    depth: dict[str, Any] | None = None
+    removals: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def conversion_report(ctx: ConversionContext, inputs: ReportInputs) -> Report:
@@ -70,7 +73,8 @@ def conversion_report(ctx: ConversionContext, inputs: ReportInputs) -> Report:
     speed: dict[str, Any] = {} if timed is None else {"speed": SpeedReport.model_validate(timed)}
     refits = {target.name for target in unsplit if not target.configs}  # dense before and after
     replaced = [record for record in records if record["name"] not in refits]
-    removed: dict[str, Any] = {} if inputs.depth is None else {"depth": DepthReport.model_validate(inputs.depth)}
+    models: dict[str, type[ReportModel]] = {"depth": DepthReport, "experts": ExpertsReport}
+    removed: dict[str, Any] = {key: models[key].model_validate(record) for key, record in inputs.removals.items()}
     held_out = _held_out(inputs)
     return Report(
         surgery=__version__,
@@ -112,9 +116,9 @@ def conversion_report(ctx: ConversionContext, inputs: ReportInputs) -> Report:
 
 
 def _held_out(inputs: ReportInputs) -> dict[str, Any] | None:
-    """Return the score on held-out samples, where the original has all layers."""
+    """Return the score on held-out samples, where the original has all layers and experts."""
     score: dict[str, Any] | None = inputs.entries[-1]["held_out"]
-    removal: dict[str, Any] | None = (inputs.depth or {}).get("held_out")
+    removal: dict[str, Any] | None = next((r.get("held_out") for r in inputs.removals.values()), None)
     if score is None or removal is None:
         return score or removal
     return {**score, "original": removal["original"], "difference_se": None}

@@ -403,7 +403,8 @@ class SequentialConverter:
         """Return the moments of the linears of one expert over the tokens routed to it.
 
         An expert with fewer rows than its matrix has inputs gets average rows of all experts of the layer for the rest;
-        of held-out rows it needs fewer, in proportion.
+        of held-out rows it needs fewer, in proportion. Neurons of one expert have nothing in common with those of
+        another, so an expert that is pruned gets white rows instead, which draw its fit towards the original.
         """
         is_fit = rows == self.fit
         tokens, rounds = routed.fit if is_fit else routed.held_out, self.runner.rounds(rows.start, rows.stop)
@@ -436,7 +437,9 @@ class SequentialConverter:
 
         moments = accumulate_moments(weights, rounds, self.runner.ranks, add)
         min_rows = size if is_fit else math.ceil(size * len(self.held_out) / len(self.fit))
-        if moments.count < min_rows:
+        if moments.count < min_rows and any(self.plan.targets[path][0].neurons for path in stage.paths):
+            moments.add_white(min_rows - moments.count)
+        elif moments.count < min_rows:
             key = (stage.is_inner, is_fit)
             if key not in routed.shared:
                 like = {"shared": (shared_weight(size, next(iter(weights.values()))[0]), False)}
@@ -567,7 +570,9 @@ def with_bias_change(result: FitResult, moments: InputMoments) -> FitResult:
 
 
 def record_rows(result: FitResult, moments: InputMoments) -> None:
-    """Record how many calibration rows an expert got, and how many average rows of all experts were added."""
+    """Record how many calibration rows an expert got, and how many average rows of all experts, or white rows, were
+    added.
+    """
     rows = moments.count - moments.borrowed
     result.record = replace(result.record, rows=rows, shared_rows=moments.borrowed)
 

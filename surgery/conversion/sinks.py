@@ -37,7 +37,8 @@ from surgery.checkpoint.writer import (
     known_work_files,
     write_checkpoint,
 )
-from surgery.conversion.context import DEPTH_NAME, ConversionContext
+from surgery.conversion.context import DEPTH_NAME, EXPERTS_NAME, ConversionContext
+from surgery.conversion.expert_tensors import merge_entries, merged_shapes
 from surgery.conversion.generated import GENERATED_NAME, PART_NAME
 from surgery.conversion.layer_shards import LayerShards
 from surgery.conversion.output import Output
@@ -195,12 +196,15 @@ class FolderSink:
         """Merge the layer shards, and write config.json and the companion files."""
         source, work_dir, shards = ctx.model.source, ctx.work_dir, self.shards(ctx)
         ctx.progress.say("writing the checkpoint")
-        expected = {name for entry in entries for name in shards.expected_shapes(entry)}
-        weight_map = write_checkpoint(
-            work_dir, [shards.path(entry["piece"]) for entry in entries], self.journal, expected
-        )
         table, mixers = merged_tables(entries)
         config = converted_config(source, ctx.model, table, mixers)
+        shapes = {name: shape for entry in entries for name, shape in shards.expected_shapes(entry).items()}
+        merge = None
+        if "quantization_config" not in config:  # an ordinary checkpoint, whose experts are as transformers reads them
+            merged = merged_shapes(ctx.model.model, shapes)
+            merge, shapes = partial(merge_entries, ctx.model.model) if merged != shapes else None, merged
+        files = [shards.path(entry["piece"]) for entry in entries]
+        weight_map = write_checkpoint(work_dir, files, self.journal, set(shapes), merge)
         copy_companions(source, work_dir)
         if "quantization_config" in config:
             write_shims(work_dir, config, ctx.model.model)
@@ -216,7 +220,12 @@ class FolderSink:
         write_json(work_dir / REPORT_NAME, report)
         for folder in (ctx.shards_dir, ctx.fitted_dir, ctx.grams_dir, ctx.aligned_dir):
             shutil.rmtree(folder, ignore_errors=True)
-        for file in (work_dir / GENERATED_NAME, work_dir / DEPTH_NAME, *work_dir.glob(PART_NAME.format("*"))):
+        for file in (
+            work_dir / GENERATED_NAME,
+            work_dir / DEPTH_NAME,
+            work_dir / EXPERTS_NAME,
+            *work_dir.glob(PART_NAME.format("*")),
+        ):
             file.unlink(missing_ok=True)
         check_no_unknown_files(work_dir, {*WORK_FILES, *map(glob.escape, self.delivered)}, Interrupted)
         open_converted_checkpoint(str(work_dir))

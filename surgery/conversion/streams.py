@@ -63,6 +63,13 @@ class Pass(Protocol):
 
 
 @dataclass(frozen=True)
+class Visitor:
+    """A pass made of one function."""
+
+    visit: Callable[[Layer], Contexts]
+
+
+@dataclass(frozen=True)
 class Layer:
     """A layer in memory, and the rows that reach it. call: its forward, with the rows of all streams."""
 

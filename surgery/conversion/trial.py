@@ -273,11 +273,13 @@ def budgets_by_gain(options: Mapping[str, list[CostPoint]], free: list[LinearTar
     """Return the parameters of each free target where they lower the expected loss most, in total those of the uniform
     allocation.
 
-    MLPs with `width: uniform` are one module of the allocation, so that they get the same parameters.
+    MLPs with `width: uniform` are one module of the allocation, so that they get the same parameters; experts are
+    another.
     """
     modules: dict[str, list[LinearTarget]] = {}
     for target in free:
-        modules.setdefault(f"{target.numel} together" if target.has_uniform_width else target.name, []).append(target)
+        together = f"{target.numel} together{', experts' if target.linear.experts else ''}"
+        modules.setdefault(together if target.has_uniform_width else target.name, []).append(target)
     errors = {
         name: [_sum_points(points) for points in zip(*(options[target.name] for target in targets), strict=True)]
         for name, targets in modules.items()

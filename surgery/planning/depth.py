@@ -83,12 +83,16 @@ def plan_depth(recipe: DepthRecipe, described: ModelDescription, layout: ModelLa
         kept = tuple(i for i in range(stack.count) if not is_layer_selected(recipe.remove, i, stack.count))
     else:
         kept = block_without(stack.count - 1 - dropped, dropped, stack.count)
-    params = sum(
+    return DepthPlan(stack, kept, layout, count_parameters(described), is_chosen=not recipe.is_measured)
+
+
+def count_parameters(described: ModelDescription) -> int:
+    """Return the parameters of a model, a tied pair counted once."""
+    return sum(
         parameter.numel()
         for name, parameter in described.model.named_parameters(remove_duplicate=False)
         if name not in described.tied
     )
-    return DepthPlan(stack, kept, layout, params, is_chosen=not recipe.is_measured)
 
 
 def shortened(

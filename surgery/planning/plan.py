@@ -26,7 +26,14 @@ from surgery.core.registry import validate_config
 from surgery.mixers.softmax import describe_softmax
 from surgery.planning.attention_plan import find_attention_targets, softmax_shapes
 from surgery.planning.joined import check_joins, group_by_input
-from surgery.planning.pruned_mlps import Mlp, check_sizes_of_rules, find_pruned_mlps, is_pruned, prunable_mlps
+from surgery.planning.pruned_mlps import (
+    Mlp,
+    check_sizes_of_rules,
+    expert_settings,
+    find_pruned_mlps,
+    is_pruned,
+    prunable_mlps,
+)
 from surgery.planning.recipe import STRUCTURE_KEYS, ConversionRecipe, LinearSettings, Rule
 from surgery.planning.shared_bases import check_can_share, share_bases
 from surgery.planning.speed import plan_by_time
@@ -35,12 +42,13 @@ from surgery.structures import STRUCTURES, StructureConfig
 
 if TYPE_CHECKING:
     from surgery.planning.depth import DepthPlan
+    from surgery.planning.fewer_experts import ExpertsPlan
 
 
 def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
     """Return the plan of a recipe for a model.
 
-    With `depth`, the plan is that of the model without the layers that are removed.
+    With `depth` or `experts`, the plan is that of the model without the layers or experts that are removed.
 
     Raises SurgeryError if a pattern matches no module, a structure cannot tile its matrix, or nothing is replaced.
     """
@@ -54,6 +62,12 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
 
         depth = plan_depth(recipe.depth, meta_model, layout)
         return with_depth(make_plan(shortened(meta_model, depth), recipe), depth)
+    if recipe.experts is not None and meta_model.source.whole is None:
+        # Imported by conversions that remove experts.
+        from surgery.planning.fewer_experts import plan_experts, with_fewer_experts
+
+        experts = plan_experts(recipe.experts, meta_model, layout)
+        return plan_with_experts(make_plan(with_fewer_experts(meta_model, experts), recipe), experts)
     _check_patterns(recipe, layout, model_type)
     _check_grouped_heads(meta_model.config, layout)
     _check_continues_text(recipe, meta_model.config)
@@ -104,7 +118,7 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
             _check_dtypes(meta_model, linear_targets[0])
             targets[linear.path] = linear_targets
     replaces = attention_targets or any(target.configs for slices in targets.values() for target in slices)
-    if not replaces and recipe.depth is None:
+    if not replaces and recipe.depth is None and recipe.experts is None:
         raise SurgeryError(
             "plan: the recipe replaces nothing; give a structure other than dense and keep below 1, or attention: a "
             "mixer"
@@ -155,6 +169,11 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
 def with_depth(plan: Plan, depth: DepthPlan) -> Plan:
     """Return the plan of a model without layers, with those that are removed and a note about them."""
     return replace(plan, depth=depth, notes=(depth.note(), *plan.notes))
+
+
+def plan_with_experts(plan: Plan, experts: ExpertsPlan) -> Plan:
+    """Return the plan of a model with fewer experts, with those that stay and a note about them."""
+    return replace(plan, experts=experts, notes=(experts.note(), *plan.notes))
 
 
 def _rounding_note(multiple: int, targets: dict[str, tuple[LinearTarget, ...]]) -> str:
@@ -313,7 +332,8 @@ def _pruned_targets(
         )
         targets[output.path] = (_with_preview(target),)
     for mlp in mlps:
-        chosen = settings[mlp.down.path][0].model_copy(update={"groups": None})
+        given = settings[mlp.down.path]
+        chosen = (expert_settings(given) if mlp.down.experts else given)[0].model_copy(update={"groups": None})
         targets[mlp.down.path] = (_mlp_target(mlp, chosen, _structure_config("pruned", chosen, auto=False)),)
     for attention in attentions:
         chosen, output = settings[attention.output.path][0], attention.output

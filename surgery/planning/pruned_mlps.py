@@ -1,7 +1,8 @@
 """MLPs whose neurons are pruned (`structure: pruned`): which linears belong to one, and what cannot be pruned.
 
 An MLP is down act(up x), or down (act(gate x) * up x): every neuron is a row of gate and of up, and a column of down.
-The three are one target. See surgery/structures/pruned.py.
+The three are one target. A routed expert is an MLP too; all experts of a model get one width, unless a rule fixes
+others. See surgery/structures/pruned.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from surgery.core.errors import SurgeryError
 from surgery.planning.recipe import ConversionRecipe, LinearSettings, Rule
 
 MLP_ROLES = ("mlp.gate", "mlp.up", "mlp.down")
+EXPERT_ROLES = ("expert.gate", "expert.up", "expert.down")
+DOWN_ROLES = {"mlp.down", "expert.down"}
 Settings = Mapping[str, Sequence[LinearSettings]]  # by path of a linear, for each of its roles
 
 
@@ -31,6 +34,11 @@ class Mlp:
         """All linears, in the order in which they run."""
         return (*self.neurons, self.down)
 
+    @property
+    def pattern(self) -> str:
+        """The pattern of a rule that matches all of its linears."""
+        return "expert.*" if self.down.experts else "mlp.*"
+
 
 def find_pruned_mlps(
     recipe: ConversionRecipe, layout: ModelLayout, settings: Settings, named: Mapping[str, str], model: Any
@@ -40,8 +48,8 @@ def find_pruned_mlps(
     settings: of the linears of the layers that are converted. named: linears that a rule with `structure: pruned`
     matches, with its pattern.
 
-    Raises SurgeryError for linears that are named and are not of an MLP, for experts, and for MLPs whose linears have
-    different settings, share their weights or do more than an MLP does.
+    Raises SurgeryError for linears that are named and are not of an MLP, and for MLPs whose linears have different
+    settings, share their weights or do more than an MLP does.
     """
     chosen = [linear for linear in layout.linears if is_pruned(settings.get(linear.path, ()))]
     if not chosen:
@@ -49,23 +57,19 @@ def find_pruned_mlps(
     if recipe.speed is not None:
         raise SurgeryError("plan: speed has no measured times for structure pruned. Give keep instead of speed")
     for linear in chosen:
-        if linear.experts:
-            raise SurgeryError(
-                f"plan: {linear.path} is of a routed expert, whose neurons structure pruned cannot remove yet. Give "
-                'the experts another structure, for example a rule {match: "expert.*", structure: low_rank}, or dense'
-            )
-        if linear.path in named and not set(linear.roles) & set(MLP_ROLES):
+        if linear.path in named and not set(linear.roles) & {*MLP_ROLES, *EXPERT_ROLES}:
             raise SurgeryError(
                 f"plan: pattern {named[linear.path]!r} matches {linear.path} ({', '.join(linear.roles) or 'no role'}), "
-                "and structure pruned removes neurons of MLPs and heads of attention. Match mlp.* or attention.*, or give "
-                "this linear another structure"
+                "and structure pruned removes neurons of MLPs and heads of attention. Match mlp.*, expert.* or "
+                "attention.*, or give this linear another structure"
             )
-    mlps = list(_mlps(layout, {linear.layer for linear in chosen}))
-    pruned = [mlp for mlp in mlps if any(linear in chosen for linear in mlp.linears)]
+    mlps, paths = list(_mlps(layout, {linear.layer for linear in chosen})), {linear.path for linear in chosen}
+    pruned = [mlp for mlp in mlps if any(linear.path in paths for linear in mlp.linears)]
     for mlp in pruned:
-        check_same_settings(mlp.linears, settings, "a neuron of an MLP", "mlp.*")
+        check_same_settings(mlp.linears, settings, "a neuron of an MLP", mlp.pattern)
         _check_shapes(mlp, model)
-    check_one_share([settings[mlp.down.path] for mlp in pruned], "width", "MLPs")
+    check_one_share([settings[mlp.down.path] for mlp in pruned if not mlp.down.experts], "width", "MLPs")
+    check_one_share([expert_settings(settings[m.down.path]) for m in pruned if m.down.experts], "width", "experts")
     inside = {linear.path for mlp in pruned for linear in mlp.linears}
     others = [linear for linear in chosen if linear.path not in inside]
     for linear in others:
@@ -91,13 +95,18 @@ def is_pruned(settings: Sequence[LinearSettings]) -> bool:
     return any(one.structure == "pruned" for one in settings)
 
 
+def expert_settings(settings: Sequence[LinearSettings]) -> list[LinearSettings]:
+    """Return the settings of an expert's linear, with `width: uniform` where no number is given."""
+    return [one if one.width else one.model_copy(update={"width": "uniform"}) for one in settings]
+
+
 def prunable_mlps(layout: ModelLayout, settings: Settings, model: Any) -> list[Mlp]:
-    """Return the MLPs whose linears all have `structure: auto`, and of which neurons can be removed. settings: of the
-    linears of the layers that are converted.
+    """Return the MLPs whose linears all have `structure: auto`, and of which neurons can be removed, without routed
+    experts. settings: of the linears of the layers that are converted.
     """
     mlps = []
     for mlp in _mlps(layout, layout.layers):
-        if any(one.structure != "auto" for linear in mlp.linears for one in settings[linear.path]):
+        if mlp.down.experts or any(one.structure != "auto" for linear in mlp.linears for one in settings[linear.path]):
             continue
         with suppress(SurgeryError):
             check_same_settings(mlp.linears, settings, "a neuron of an MLP", "mlp.*")
@@ -107,15 +116,16 @@ def prunable_mlps(layout: ModelLayout, settings: Settings, model: Any) -> list[M
 
 
 def _mlps(layout: ModelLayout, layers: Iterable[str]) -> Iterator[Mlp]:
-    """Yield the MLPs of some layers, by their parent if a layer has several, such as a dense one and a shared
-    expert.
+    """Yield the MLPs of some layers, by their parent if a layer has several, such as a dense one, a shared expert and
+    routed ones.
     """
-    of_layer: dict[str, list[LinearInfo]] = {}
+    of_layer: dict[tuple[str, str, int], list[LinearInfo]] = {}
+    inside = set(layers)
     for linear in layout.linears:
-        if set(linear.roles) & set(MLP_ROLES):
-            of_layer.setdefault(linear.layer, []).append(linear)
-    for linears in (some for layer, some in of_layer.items() if layer in set(layers)):
-        downs = [linear for linear in linears if "mlp.down" in linear.roles]
+        if linear.layer in inside and set(linear.roles) & {*MLP_ROLES, *EXPERT_ROLES}:
+            of_layer.setdefault((linear.layer, linear.experts, linear.expert), []).append(linear)
+    for linears in of_layer.values():
+        downs = [linear for linear in linears if set(linear.roles) & DOWN_ROLES]
         for down in downs:
             parent = down.path.rpartition(".")[0]
             members = [n for n in linears if len(downs) == 1 or n.path.rpartition(".")[0] == parent]
@@ -158,7 +168,7 @@ def check_sizes_of_rules(rules: Sequence[Rule], roles: Callable[[Rule], Collecti
     """
     for rule in rules:
         kinds = {role.partition(".")[0] for role in roles(rule)}
-        if rule.groups is not None and kinds == {"mlp"}:
+        if rule.groups is not None and kinds in ({"mlp"}, {"expert"}):
             raise SurgeryError(
                 f"plan: groups in the rule for {rule.match!r} is a number of key/value heads, and an MLP has none. Give "
                 "its width instead"

@@ -11,8 +11,10 @@ rules:                # later rules win; match: a role or a path, with * and ?
   - {match: "expert.*", structure: low_rank, share: experts}    # one basis for the experts of a layer, see shared_bases.py
   - {match: "attention.*", share: input}    # one matrix for query, key and value, see joined.py
   - {match: "mlp.*", structure: pruned}     # fewer neurons, see pruned_mlps.py; width: 768, or uniform: one for all layers
+  - {match: "expert.*", structure: pruned}        # fewer neurons in every routed expert, one width for all
   - {match: "attention.*", structure: pruned}     # fewer heads, see pruned_heads.py; groups: 4, or uniform
 depth: {drop: 8}      # fewer layers, see depth_recipe.py; all other keys are of the model without them
+experts: 6            # fewer routed experts in each layer, see fewer_experts.py; all other keys are of the model with these
 attention: {mixer: linear, mask: decay}    # see attention_recipe.py
 tune: {model: 20}     # epochs of training on the calibration text after the fit
 
@@ -177,6 +179,7 @@ class ConversionRecipe(_StrictModel):
     share: Sharing = "none"
     rules: tuple[Rule, ...] = ()
     depth: DepthRecipe | None = None
+    experts: Annotated[int, Field(ge=1, strict=True)] | None = None
     attention: AttentionRecipe | None = None
     candidates: tuple[str, ...] = ("low_rank", "pivoted_low_rank", "btt", "monarch")
 
@@ -266,6 +269,15 @@ class ConversionRecipe(_StrictModel):
             if isinstance(written, list | tuple):  # otherwise validation refuses `rules` by name
                 data["rules"] = rules + list(written)
         return data
+
+    @model_validator(mode="after")
+    def _check_one_removal(self) -> ConversionRecipe:
+        if self.depth is not None and self.experts is not None:
+            raise SurgeryError(
+                "depth and experts remove layers and experts before all else, one of them in a conversion. Convert with "
+                "one of the two, then convert the result with the other"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_one_budget(self) -> ConversionRecipe:
@@ -437,6 +449,7 @@ EXPECTED_VALUES = {
     "share": "experts, input or none",
     "round_ranks": "a whole number from 1 to 4096, for example 64",
     "speed": "a ratio over 1 and the GPU that it was measured on, for example {prefill: 1.4, tokens: 8192, device: NVIDIA H200}",
+    "experts": "a whole number over 0, for example 6",
     "towers": "auto, all, or names of towers, for example [text, vision]",
     "tune": "false, or epochs from 0 to 1000, for example {layers: 0, model: 20}, with norms: true or false",
 }

@@ -20,6 +20,7 @@ from surgery.structures import STRUCTURES, StructureConfig, StructuredLinear
 
 if TYPE_CHECKING:
     from surgery.planning.depth import DepthPlan
+    from surgery.planning.fewer_experts import ExpertsPlan
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,8 @@ class Plan:
     untied_params: those that are stored twice after the conversion, because a tied weight is replaced. time: what the
     replaced linears may take, with `speed`. dtype: in which the model loads. pruned_targets: what a trial on held-out
     text compares with `targets`: the same with MLPs of fewer neurons; {} if there is nothing to compare. depth: the
-    layers that are removed first, with `depth`; all else is then of the model without them.
+    layers that are removed first, with `depth`; experts: the routed experts that are removed first, with `experts`; all
+    else is then of the model without them.
     """
 
     source: str
@@ -246,7 +248,13 @@ class Plan:
     time: TimeTarget | None = None
     dtype: torch.dtype = torch.bfloat16
     depth: DepthPlan | None = None
+    experts: ExpertsPlan | None = None
     pruned_targets: dict[str, tuple[LinearTarget, ...]] = field(default_factory=dict)
+
+    @property
+    def removal(self) -> DepthPlan | ExpertsPlan | None:
+        """What is removed first: layers, or experts."""
+        return self.depth or self.experts
 
     def contenders(self) -> dict[str, Plan]:
         """Return the plans that a trial compares: "pruned", if there is one with MLPs of fewer neurons, and
@@ -330,9 +338,8 @@ class Plan:
         before = [t.numel for t in targets]
         totals = {"modules": len(targets), "params_before": sum(before), "params_after": sum(after)}
         change = sum(after) - sum(before) + self.untied_params
-        whole, layout = (
-            (self.model_params, self.layout) if self.depth is None else (self.depth.params, self.depth.layout)
-        )
+        removal = self.removal
+        whole, layout = (self.model_params, self.layout) if removal is None else (removal.params, removal.layout)
         totals |= {"model_before": whole, "model_after": self.model_params + change}
         if any(linear.experts for linear in self.layout.linears):
             saved = sum((a - b) * t.linear.active for t, a, b in zip(targets, after, before)) + self.untied_params

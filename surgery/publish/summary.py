@@ -245,13 +245,14 @@ def macs_per_token(report: dict[str, Any], source: CheckpointSource) -> dict[str
         return None
     before = sum(linear.out * linear.in_ * linear.active for linear in layout.linears)
     sizes = {linear.path: linear.out * linear.in_ for linear in layout.linears}
+    active = {linear.path: linear.active for linear in layout.linears if linear.experts}
+    change, removed = 0.0, sum((report.get(key) or {}).get("macs", 0) for key in ("depth", "experts"))
     for record in report["modules"]:
+        paths = record_paths(record["name"])
+        share = active.get(paths[0], 1.0)
+        change += (record["macs_after"] - record["macs_before"]) * share
         if is_narrowed(record["structure"]):
-            before += record["macs_before"] - sum(sizes[path] for path in record_paths(record["name"]))
-    change = report["totals"]["macs_after"] - report["totals"]["macs_before"]
-    removed = report.get("depth", {}).get("macs", 0)
-    idle = {linear.path: 1 - linear.active for linear in layout.linears if linear.experts}
-    change -= sum((r["macs_after"] - r["macs_before"]) * idle.get(r["name"], 0) for r in report["modules"])
+            before += (record["macs_before"] - sum(sizes[path] for path in paths)) * share
     return {"before": round(before + removed), "after": round(before + change)}
 
 
@@ -307,7 +308,7 @@ def narrowed_shape(linear: LinearInfo, before: int, width: int) -> tuple[int, in
     """
     if not before:
         return linear.out, linear.in_
-    if set(linear.roles) & {"mlp.down", "attention.output"}:
+    if set(linear.roles) & {"mlp.down", "expert.down", "attention.output"}:
         return linear.out, width
     return linear.out * width // before, linear.in_
 

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from surgery.checkpoint.table import is_pruned
 from surgery.conversion.choices import allocation_lines, hybrid_lines, initialization_lines
 from surgery.core.files import size_text
 from surgery.core.tables import format_count, format_tokens, new_table
@@ -200,6 +201,10 @@ def expert_lines(records: list[dict[str, Any]]) -> list[str]:
         return []
     rows = sorted(record["rows"] for record in routed)
     few = [record for record in routed if record.get("shared_rows")]
+    added = {
+        "average rows of all experts of their layer were added": [r for r in few if not is_pruned(r["structure"])],
+        "their fit is drawn towards the original": [r for r in few if is_pruned(r["structure"])],
+    }
     lines = [
         f"experts: each of {len(routed)} matrices was fitted to the {rows[0]:,} to {rows[-1]:,} calibration rows that "
         "were routed to it, median "
@@ -208,14 +213,14 @@ def expert_lines(records: list[dict[str, Any]]) -> list[str]:
     lines.append(
         "MACs of expert roles are those of all experts; one token computes only the experts that it is routed to"
     )
-    if few:
-        fewest = min(few, key=lambda record: record["rows"])
-        lines.append(
-            f"experts: {len(few)} matrices had fewer rows than inputs, so average rows of all experts of their layer "
-            "were added (fewest rows of its "
-            f"own: {fewest['name']}, {fewest['rows']:,} of {fewest['rows'] + fewest['shared_rows']:,}). More "
-            "calibration text makes such matrices fewer"
-        )
+    for what, records in added.items():
+        if records:
+            fewest = min(records, key=lambda record: record["rows"])
+            lines.append(
+                f"experts: {len(records)} matrices had fewer rows than inputs, so {what} (fewest rows of its own: "
+                f"{fewest['name']}, {fewest['rows']:,} of {fewest['rows'] + fewest['shared_rows']:,}). More calibration "
+                "text makes such matrices fewer"
+            )
     return lines
 
 
@@ -313,7 +318,29 @@ def inspect_table(report: dict[str, Any]) -> list[Any]:
         *map(escape, large_weight_lines(report.get("large_weights", {}))),
         *tune_lines(report.get("tune")),
     ]
-    return [*linears, *structure_lines(report), *depth_lines(report), *mixers, *_total_lines(report)]
+    return [
+        *linears,
+        *structure_lines(report),
+        *depth_lines(report),
+        *kept_expert_lines(report),
+        *mixers,
+        *_total_lines(report),
+    ]
+
+
+def kept_expert_lines(report: dict[str, Any]) -> list[str]:
+    """Return a line on the routed experts that were removed, with the held-out loss without them."""
+    if not (experts := report.get("experts")):
+        return []
+    numbers = sorted({len(kept) for kept in experts["kept"].values()})
+    line = (
+        f"{', '.join(map(str, numbers))} of {experts['experts']} experts stay in each of {len(experts['kept'])} layers"
+    )
+    if (share := experts.get("kept_tokens")) is not None:
+        line += f", to which {share:.1%} of the calibration tokens were routed"
+    if score := experts.get("held_out"):
+        line += f"; {escape(score['unit'])} on held-out text {score['original']:.3f} -> {score['converted']:.3f}"
+    return [line]
 
 
 def depth_lines(report: dict[str, Any]) -> list[str]:
@@ -374,6 +401,7 @@ STEPS = {
     "text check": "check of the text",
     "generate": "sampling text",
     "depth": "choice of layers",
+    "experts": "choice of experts",
     "attention": "choices about attention",
     "budgets": "allocation",
     "layers": "layers",

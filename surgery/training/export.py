@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.checkpoint.meta_model import _parameter_keys
+from surgery.checkpoint.meta_model import _parameter_keys, build_unconverted_model
 from surgery.checkpoint.rewrite import rewrite_checkpoint
-from surgery.checkpoint.safetensors_io import DTYPES, TensorInfo, TensorSource, read_tensor, write_shard
+from surgery.checkpoint.safetensors_io import DTYPES, TensorInfo, TensorSource, read_header, read_tensor, write_shard
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
 from surgery.checkpoint.table import SHIM_NAME, renew_table
+from surgery.conversion.expert_tensors import merge_entries
 from surgery.core.device import device_name
 from surgery.core.digests import hash_file
 from surgery.core.errors import SurgeryError
@@ -108,6 +109,7 @@ def run_environment(recipe: HealingRecipe, accelerator: Any) -> dict[str, Any]:
 
 
 ADAPTER = "adapter"  # folder of a LoRA adapter that could not be merged
+MERGED = "experts"  # folder of the merged tensors of experts, in families whose files hold these
 
 
 def stored_parameters(student: Any, source: CheckpointSource) -> dict[str, TensorInfo]:
@@ -140,6 +142,26 @@ def round_to_stored_dtype(trained: dict[str, Tensor], keys: dict[str, str], sour
     """
     for name, tensor in trained.items():
         tensor.copy_(tensor.to(DTYPES[source.tensors[keys[name]].dtype]).to(tensor.dtype))
+
+
+def merge_trained(
+    source: CheckpointSource, split: CheckpointSource, new: dict[str, TensorInfo], folder: Path
+) -> dict[str, TensorInfo]:
+    """Return `new` for the tensors of the source: of experts that its files hold merged, the merged ones.
+
+    split: the source with a tensor for each linear of an expert (see split_stored_experts), of which `new` has those
+    that were trained. folder: where merged tensors are written.
+    """
+    linears = {name: info for name, info in split.tensors.items() if name not in source.tensors}
+    if not linears:
+        return new
+    folder.mkdir(exist_ok=True)
+    merged = {name: info for name, info in new.items() if name not in linears}
+    entries = (_output_entry(info, new.get(name)) for name, info in linears.items())
+    for number, entry in enumerate(merge_entries(build_unconverted_model(source), entries)):
+        write_shard(folder / f"{number:05d}.safetensors", [entry])
+        merged |= read_header(folder / f"{number:05d}.safetensors")
+    return merged
 
 
 def write_result(

@@ -33,7 +33,7 @@ from surgery.training.checkpoints import CheckpointManager
 from surgery.training.data.recipe import GeneratedText
 from surgery.training.distributed.accelerator import end_process_group
 from surgery.training.distributed.launch import check_gpus, run_workers
-from surgery.training.export import ADAPTER
+from surgery.training.export import ADAPTER, MERGED
 from surgery.training.logging import CURVE_NAME, LOG_NAME, end_trackers
 from surgery.training.optim import adamw8bit_class
 from surgery.training.rate_search import search_rates, trials_folder
@@ -44,7 +44,7 @@ from surgery.training.stages.base import READOUT
 
 # What a run writes into its work folder; `surgery` and `wandb` are of trackers.
 WORK_FILES = (
-    *("journal*.jsonl", "lock", LOG_NAME, CURVE_NAME, f"{ADAPTER}/*", f"{READOUT}/*"),
+    *("journal*.jsonl", "lock", LOG_NAME, CURVE_NAME, f"{ADAPTER}/*", f"{MERGED}/*", f"{READOUT}/*"),
     *(f"{name}/**" for name in ("checkpoints", BEST, "tokens", "surgery", "wandb", "healed", "healed.partial")),
 )
 RESUME_HINT = "run the same command with --resume"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgery.checkpoint.meta_model import split_stored_experts
 from surgery.core.errors import SurgeryError
 from surgery.core.files import partial_path, size_text
 from surgery.core.journal import Journal
@@ -34,10 +35,12 @@ from surgery.training.distributed.accelerator import (
 )
 from surgery.training.export import (
     ADAPTER,
+    MERGED,
     adapter_digests,
     check_exported_tensors,
     delivery_record,
     loss_records,
+    merge_trained,
     publish_result,
     round_to_stored_dtype,
     run_environment,
@@ -132,6 +135,7 @@ class StageRunner:
         self.log = TrainingLog(self.work, self.accelerator)
         self.progress.say(f"loading {self.source.name}")
         student = self._load_student()
+        self.stored = split_stored_experts(self.source, student)  # with a tensor for each linear of an expert
         self.roles = model_loading.linear_roles(self.source, student)
         at = self._restore_position()
         start_trackers(self.accelerator, self.recipe, self.out, at)
@@ -188,7 +192,7 @@ class StageRunner:
             )  # fmt: skip
         models = StageModels(student, student, teacher, cache)
         self.changing = self._changed_parameters(models)
-        self.keys = tensor_keys(student, self.source, self.changing)
+        self.keys = tensor_keys(student, self.stored, self.changing)
         if saved := self._hold_frozen_in_bfloat16(student):
             self.progress.say(f"frozen weights are held in bfloat16, which saves {size_text(saved)} of memory")
         if not self.is_sharded:
@@ -204,7 +208,7 @@ class StageRunner:
         has_own_precision = sharding_name(self.accelerator).startswith("ZeRO")
         if has_own_precision or precision_name(self.accelerator, self.recipe.precision) != "bf16":
             return 0
-        stored = stored_parameters(student, self.source)
+        stored = stored_parameters(student, self.stored)
         return model_loading.hold_frozen_in_bfloat16(student, stored, self.changing)
 
     def _changed_parameters(self, models: StageModels) -> set[str]:
@@ -363,7 +367,7 @@ class StageRunner:
         train_state = TrainState({n: p for n, p in folded_parameters(models.student).items() if n in self.trained})
         over = loop.at.stage + 1 == len(self.recipe.stages)
         if over:
-            round_to_stored_dtype(train_state.parameters, self.keys, self.source)
+            round_to_stored_dtype(train_state.parameters, self.keys, self.stored)
         after = after if adapter else self.validation.student_loss(models)
         reshard_modules(models.student)
         self.stages.append(stage_record(stage.config.kind, loop.at))
@@ -405,7 +409,7 @@ class StageRunner:
         if saved is not None:
             adapter = self._restore_best(StageModels(student, student, models.teacher, models.cache), saved)
         parameters = {n: p for n, p in student.named_parameters() if n in self.trained}
-        round_to_stored_dtype(parameters, self.keys, self.source)
+        round_to_stored_dtype(parameters, self.keys, self.stored)
         for name, p in train_state.parameters.items():
             values = parameters[name].detach()
             copy_full_(p, torch.empty_like(values, device=p.device) if values.is_meta else values.to(p.device))
@@ -462,6 +466,7 @@ class StageRunner:
                     "checkpoint and run the same command with --resume to continue from the one before."
                 )
             new = {self.keys[name]: info for name, info in trained.items()}
+            new = merge_trained(self.source, self.stored, new, self.work / MERGED)
             target = write_result(self.source, new, self.work, record, bool(notes["adapter"]))
             if (self.work / READOUT).is_dir():
                 shutil.copytree(self.work / READOUT, target / READOUT, symlinks=True)

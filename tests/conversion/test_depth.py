@@ -14,6 +14,7 @@ from helpers import killing
 from helpers.forked import run_processes
 from helpers.narrowed import load
 from helpers.small import DECODER, make_recipe, model_outputs, tiny_config, tiny_inputs
+from helpers.small_experts import STORED_MERGED, write_experts
 from helpers.small_training import EMBEDDED
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
@@ -116,6 +117,17 @@ def shallow(story_recipe, tmp_path_factory):
     """(folder, report) of the embedded checkpoint, which is trained, without two of its layers."""
     out = tmp_path_factory.mktemp("shallow") / "out"
     return out, convert(str(EMBEDDED), make_recipe(**story_recipe), out)
+
+
+@pytest.mark.parametrize("kind", STORED_MERGED)
+def test_experts_of_merged_files_stay_merged(kind, tmp_path):
+    """The names of the result are those that transformers reads."""
+    source = write_experts(kind, tmp_path / "source", num_hidden_layers=3)
+    convert(str(source), make_recipe(**DENSE, depth={"remove": "1:2"}), tmp_path / "out")
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
+    assert after.keys() == {name for name in before if ".2." not in name}
+    for name in after:
+        assert torch.equal(after[name], before[name.replace(".layers.1.", ".layers.2.")])
 
 
 def without_layers(model, kept: list[int]):

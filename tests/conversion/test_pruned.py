@@ -6,19 +6,16 @@ import copy
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import killing
 from helpers.forked import run_processes
-from helpers.narrowed import check_densified, load
+from helpers.narrowed import check_densified, check_stock, load
 from helpers.small import FAMILIES, make_recipe, model_outputs, relative, tiny_config, tiny_inputs
 from helpers.small_experts import write_experts
-from helpers.stock import STOCK
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 import surgery
@@ -141,16 +138,7 @@ def test_one_width_is_an_ordinary_checkpoint(families, checkpoints, calibration,
         assert "quantization_config" not in config and "auto_map" not in config
         assert 24 in (config.get("intermediate_size"), config.get("d_ff")) or config.get("n_inner") == 64
         assert not list((tmp_path / family).glob("*.py"))
-        save_file(tiny_inputs(family, 3, seed=2), tmp_path / f"{family}-inputs.safetensors")
-    (tmp_path / "stock.py").write_text(STOCK, encoding="utf-8")
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = [sys.executable, "-P", "stock.py", *families]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    for family in families:
-        found = torch.load(tmp_path / f"{family}-outputs.pt")
-        wanted = model_outputs(load(tmp_path / family), tiny_inputs(family, 3, seed=2))
-        assert torch.allclose(found, wanted, atol=1e-5)
+    check_stock(tmp_path, families, families)
 
 
 @pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_next"])
@@ -375,15 +363,6 @@ def test_apply_equals_convert(family, rules, checkpoints, calibration, tmp_path)
 def test_refusals(recipe, message, checkpoints):
     with pytest.raises(SurgeryError, match=message):
         surgery.plan(str(checkpoints("llama")), {"structure": "low_rank", "keep": 0.5, **recipe})
-
-
-def test_experts_are_refused(tmp_path):
-    source = write_experts("qwen3_moe", tmp_path / "source")
-    with pytest.raises(SurgeryError, match="is of a routed expert, whose neurons structure pruned cannot remove yet"):
-        surgery.plan(str(source), {**PRUNED, "keep": 0.5})
-    rules = [{"match": "expert.*", "structure": "low_rank"}]
-    with pytest.raises(SurgeryError, match="structure pruned finds no MLP in this model"):
-        surgery.plan(str(source), {**PRUNED, "keep": 0.5, "rules": rules})
 
 
 def test_attention_stays_dense_with_a_note(checkpoints):

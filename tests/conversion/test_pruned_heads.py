@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import killing
-from helpers.narrowed import check_densified, load
+from helpers.narrowed import check_densified, check_stock, load
 from helpers.small import DECODER, FAMILIES, allocate_by_gain, make_recipe, model_outputs, relative, tiny_inputs
-from helpers.stock import STOCK
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import surgery
@@ -130,7 +126,6 @@ def test_one_number_of_groups_is_an_ordinary_checkpoint(checkpoints, calibration
         assert "quantization_config" not in config and "auto_map" not in config
         assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (2, 1, 8)
         assert config["intermediate_size"] == 24
-        save_file(tiny_inputs(family, 3, seed=2), tmp_path / f"{family}-inputs.safetensors")
         found = surgery.inspect(tmp_path / family)
         assert found["checks"]["as_reported"] and found["totals"] == report["totals"]
         linears = 2 * (2 * 32 * 32 + 2 * 16 * 32)
@@ -142,15 +137,7 @@ def test_one_number_of_groups_is_an_ordinary_checkpoint(checkpoints, calibration
         counted = {(*row["shape"], row["count"]) for row in plan["unchanged"]}
         assert counted == {(*row["shape"], row["count"]) for row in found["linears"]["unchanged"]}
         assert counted >= {(16, 32, 2), (8, 32, 4), (32, 16, 2)}
-    (tmp_path / "stock.py").write_text(STOCK, encoding="utf-8")
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = [sys.executable, "-P", "stock.py", *families]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    for family in families:
-        found = torch.load(tmp_path / f"{family}-outputs.pt")
-        wanted = model_outputs(load(tmp_path / family), tiny_inputs(family, 3, seed=2))
-        assert torch.allclose(found, wanted, atol=1e-5)
+    check_stock(tmp_path, families, families)
 
 
 def test_an_ordinary_checkpoint_converts_again(checkpoints, calibration, tmp_path):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 import surgery
-from helpers.small import model_outputs, relative
+from helpers.small import model_outputs, relative, tiny_inputs
+from helpers.stock import STOCK
 from surgery.checkpoint.model_classes import model_class
 from surgery.conversion.densify import densify
 
@@ -28,3 +34,20 @@ def check_densified(converted_folder: Path, original_folder: Path, inputs: Any, 
     assert shapes[0] == shapes[1] and not hasattr(dense.config, "quantization_config")
     surgery.densify(converted)
     assert relative(model_outputs(converted, inputs), model_outputs(dense, inputs)) < 1e-5
+
+
+def check_stock(folder: Path, names: Sequence[str], families: Sequence[str]) -> None:
+    """Check that checkpoints of `folder` have the same outputs in a process that cannot import this package.
+
+    names: of their folders. families: whose inputs they take.
+    """
+    for name, family in zip(names, families):
+        save_file(tiny_inputs(family, 3, seed=2), folder / f"{name}-inputs.safetensors")
+    (folder / "stock.py").write_text(STOCK, encoding="utf-8")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [sys.executable, "-P", "stock.py", *names]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for name, family in zip(names, families):
+        found = torch.load(folder / f"{name}-outputs.pt")
+        assert torch.allclose(found, model_outputs(load(folder / name), tiny_inputs(family, 3, seed=2)), atol=1e-5)

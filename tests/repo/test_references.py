@@ -40,6 +40,7 @@ ELSEWHERE = {
     "grouped_rows.py",
     "mine.py",
     "depth.yaml",
+    "moe.yaml",
     "heal.yaml",
     "mine.yaml",
     "mohawk.yaml",

@@ -26,6 +26,7 @@ FARS = (
 )
 GUO = "Guo et al. 2025, Log-Linear Attention, arXiv:2506.04761"
 KASAI = "Kasai et al. 2021, Finetuning Pretrained Transformers into RNNs, arXiv:2103.13076"
+LASBY = "Lasby et al. 2025, REAP the Experts: Why Pruning Prevails for One-Shot MoE Compression, arXiv:2510.13999"
 LIN = "Lin et al. 2024, MoDeGPT: Modular Decomposition for Large Language Model Compression, arXiv:2408.09632"
 MA = "Ma et al. 2023, LLM-Pruner: On the Structural Pruning of Large Language Models, arXiv:2305.11627"
 MURALIDHARAN = (
@@ -156,13 +157,16 @@ def _papers_in(value: Any) -> Iterator[str]:
 
 def _papers_of_options(entry: dict[str, Any]) -> Iterator[str]:
     """Yield the papers of a mixer's options: the delta rule, a softmax window beside linear attention, sinks, softmax
-    without RoPE. Of the report's entry of removed layers: those of the choice and of the linear that is fitted again.
+    without RoPE. Of the report's entry of removed layers: those of the choice and of the linear that is fitted again. Of
+    its entry of removed experts: that of the choice.
     """
     mixer = entry.get("mixer")
     if "removed" in entry:
         yield GROMOV
         if entry.get("refit"):
             yield SHOPKHOEV
+    if "kept_tokens" in entry:
+        yield LASBY
     if entry.get("scores") == "delta":
         yield YANG_DELTA
         if (entry.get("mask") or {}).get("name") in ("gates", "hierarchical"):

@@ -278,5 +278,7 @@ def _recipe_section(report: dict[str, Any]) -> str:
 
 def _papers_section(source: CheckpointSource, report: dict[str, Any]) -> str:
     pruned = [record["structure"] for record in report["modules"] if is_pruned(record["structure"])]
-    cited = cited_papers([source.config.get("quantization_config", {}), pruned, report.get("depth")])
+    cited = cited_papers(
+        [source.config.get("quantization_config", {}), pruned, report.get("depth"), report.get("experts")]
+    )
     return "\n".join(["## Papers", "", *(f"- {paper}" for paper in cited)]) if cited else ""
