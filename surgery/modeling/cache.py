@@ -313,15 +313,27 @@ def mixer_cache_layer(cache: Any, index: int) -> MixerCacheLayer:
     layer: Any = cache.layers[index]
     if isinstance(layer, MixerCacheLayer):
         return layer
+    if not hasattr(layer, "get_seq_length"):
+        raise SurgeryError(
+            f"layer {index} of this cache is a {type(layer).__name__} of a recurrent layer, and the model asks it for the "
+            "state of a mixer: it belongs to another model"
+        )
     if int(layer.get_seq_length()) > 0:
         raise SurgeryError(
             f"layer {index} of this cache holds keys and values of {int(layer.get_seq_length())} tokens, which a mixer "
             "cannot take over (another model's cache, or prefix tuning); start from an empty cache"
         )
-    cache.layers[index] = ours = MixerCacheLayer()
+    cache.layers[index] = ours = _beside(layer) if hasattr(layer, "recurrent_states") else MixerCacheLayer()
     ours.record_past = getattr(layer, "record_past", False)
     _find_static_layers(cache.layers)
     return ours
+
+
+def _beside(layer: Any) -> MixerCacheLayer:
+    """Return a mixer's layer that keeps the recurrent state of this one."""
+    from surgery.modeling.mixed_cache import MixedCacheLayer
+
+    return MixedCacheLayer(layer)
 
 
 def _find_static_layers(layers: list[Any]) -> None:
