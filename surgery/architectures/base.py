@@ -19,6 +19,9 @@ ROLES = (
     "attention.key",
     "attention.value",
     "attention.output",
+    "linear.qkv",
+    "linear.gate",
+    "linear.output",
     "mlp.gate",
     "mlp.up",
     "mlp.down",
@@ -40,6 +43,21 @@ class FusedLinear:
     path: str
     roles: tuple[str, ...]
     layout: Literal["stacked", "per_head"] = "stacked"
+
+
+@dataclass(frozen=True)
+class LinearSublayer:
+    """A sublayer with linear attention of the model's own: Gated DeltaNet or Mamba-2.
+
+    path: in a layer. qkv, gate, output: linears below it, "a|b" for alternatives, "" if absent: queries, keys and values
+    (Mamba-2: the input projection, with everything that it computes), the gate of the output, the output projection.
+    Linears that are not named, such as those of decays and step sizes, are replaced only by a rule that names them.
+    """
+
+    path: str
+    qkv: str
+    gate: str = ""
+    output: str = "out_proj"
 
 
 @dataclass(frozen=True)
@@ -96,6 +114,7 @@ class Architecture:
     score_softcap: config key of the soft cap on attention scores. unmixable: why its attention cannot be replaced.
     observed_attention: whether a dry run finds the softmax attention for mixers instead of the fields above, as in a
         family without an Architecture: for layers of several kinds, or attention with computations of its own.
+    linear: the layers with linear attention, in a family that has such.
     outline: the modules of transformers' class for `surgery plan`; None to import that class for every plan.
     """
 
@@ -124,6 +143,7 @@ class Architecture:
     score_softcap: str = ""
     unmixable: str = ""
     observed_attention: bool = False
+    linear: LinearSublayer | None = None
     outline: OutlineSpec | None = None
 
     def linears(self) -> list[tuple[str, tuple[str, ...], FusedLinear | None, str]]:
@@ -145,6 +165,11 @@ class Architecture:
                     for path in filter(None, getattr(self, role).split("|")):
                         residual = last if role in ("output", "down") else ""
                         entries.append((_join(sublayer, path), (f"{kind}.{role}",), None, residual))
+        residual = self.residual_attention[0] if self.residual_attention else ""
+        for role in ("qkv", "gate", "output") if self.linear else ():
+            for path in filter(None, getattr(self.linear, role).split("|")):
+                entry = (_join(self.linear.path, path), (f"linear.{role}",), None)
+                entries.append((*entry, residual if role == "output" else ""))
         return entries
 
 

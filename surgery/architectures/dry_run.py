@@ -416,6 +416,8 @@ def _results_of(run: DryRun, calls: list[RecordedCall]) -> dict[str, ObservedAtt
         try:
             if times[call.path] > 1:
                 raise SurgeryError(f"one pass of the model calls its attention function {times[call.path]} times")
+            if (getattr(call.module, "layer_idx", None) or 0) < 0:
+                raise SurgeryError("several layers share it, and each call names the layer whose cache it uses")
             if shared:
                 raise SurgeryError(f"it shares its keys and values with {shared[0]}")
             results[call.path] = ObservedAttention(_shape_of(run, call), call.output, "")

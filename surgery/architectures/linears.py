@@ -4,6 +4,8 @@ alone.
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -59,7 +61,7 @@ class ModelLayout:
 
     architecture: of the text tower, if the model has towers. towers: the tower of each layer, also of those that a plan
     leaves out of `layers`; "" in a model without towers. merged: modules with merged experts, whose matrices are not
-    among the linears and stay dense.
+    among the linears and stay dense. held: path -> why this linear of a layer is not among them either and stays dense.
     """
 
     architecture: Architecture | None
@@ -68,6 +70,7 @@ class ModelLayout:
     head: str
     towers: Mapping[str, str] = field(default_factory=dict)
     merged: tuple[MergedExperts, ...] = ()
+    held: Mapping[str, str] = field(default_factory=dict)
 
     def tower(self, path: str) -> str:
         """Return the tower of a layer, or of the layer that contains a module."""
@@ -97,8 +100,40 @@ def find_linears(model: Any) -> ModelLayout:
         if is_linear(module) and not any(path.startswith(layer + ".") for layer in towers):
             linear = _linear_info(module, path, ("head",) if path == head else (), "", None, 0)
             linears.append(replace(linear, known=architecture is not None))
-    merged = tuple(describe_merged_experts(model))
-    return ModelLayout(architecture, tuple(towers), tuple(linears), head, towers, merged)
+    merged, held = tuple(describe_merged_experts(model)), _held_linears(model, linears)
+    free = tuple(linear for linear in linears if linear.path not in held)
+    return ModelLayout(architecture, tuple(towers), free, head, towers, merged, held)
+
+
+def _held_linears(model: Any, linears: list[LinearInfo]) -> dict[str, str]:
+    """Return path -> reason of the linears of layers that must keep a weight: those that a forward reads without calling
+    the linear (dt_proj of Mamba), and those that are tied to a linear of another layer (the shared blocks of Zamba2).
+    """
+    inside = {linear.path for linear in linears if linear.layer}
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    held = {}
+    for names in tied.items():
+        twins = [name.removesuffix(".weight") for name in names]
+        if set(twins) <= inside:
+            held |= dict.fromkeys(twins, "layers share them")
+    for path in inside - held.keys():
+        parent, _, name = path.rpartition(".")
+        module: nn.Module = model.get_submodule(parent)
+        if _reads_weight(type(module), name):
+            held[path] = f"{type(module).__name__} reads their weights without calling them"
+    return held
+
+
+@cache
+def _reads_weight(kind: type[nn.Module], name: str) -> bool:
+    """Return whether a class of transformers computes with `self.NAME.weight` itself."""
+    if not kind.__module__.startswith("transformers.models."):
+        return False
+    weight = rf"self\.{re.escape(name)}\.weight"
+    product = rf"{weight}(\.T|\.t\(\))?\s*@|@\s*{weight}|linear\([^()]*{weight}"
+    return (
+        re.search(rf"{product}|{weight}\.(unsqueeze|chunk|reshape|view|t|type)\(", inspect.getsource(kind)) is not None
+    )
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -179,15 +214,15 @@ def _with_routing(layer: nn.Module, prefix: str, linears: list[LinearInfo], sele
 
 
 def _known_layer_lists(model: nn.Module, architecture: Architecture) -> list[tuple[str, nn.ModuleList]]:
-    """Return the ModuleLists at the architecture's paths whose first layer has an attention output projection."""
+    """Return the ModuleLists at the architecture's paths, one of whose layers has the output projection of an attention."""
     lists = []
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or not len(module):
             continue
         if not any(path == end or path.endswith(f".{end}") for end in architecture.layers):
             continue
-        inside = {name for name, m in module[0].named_modules() if is_linear(m)}
-        needed = [p for p, roles, _, _ in architecture.linears() if "attention.output" in roles]
+        inside = {name for layer in module for name, m in layer.named_modules() if is_linear(m)}
+        needed = [p for p, roles, _, _ in architecture.linears() if {"attention.output", "linear.output"} & set(roles)]
         if inside & set(needed):
             lists.append((path, module))
     return lists

@@ -74,7 +74,7 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
     notes = _layout_notes(meta_model, whole, layout)
     if not meta_model.keys:
         notes.append("planned from config.json alone: there are no weights to check it against")
-    notes += _merged_notes(meta_model.model, layout)
+    notes += [*_merged_notes(meta_model.model, layout), *_held_notes(layout)]
     attention_targets, attention_notes = find_attention_targets(meta_model, recipe, layout)
     refitted: set[str] = set()  # output projections
     if recipe.attention and recipe.attention.refits_output:
@@ -244,6 +244,17 @@ def _merged_notes(model: Any, layout: ModelLayout) -> list[str]:
         f"the experts of {count} layers stay dense ({first.kind}: {first.reason}): {params:,} parameters, "
         f"{params / total:.1%} of the "
         f"model, {', '.join(m.path for m in layout.merged[:2])}{', ..' if count > 2 else ''}"
+    ]
+
+
+def _held_notes(layout: ModelLayout) -> list[str]:
+    """Return a note about linears that stay dense, for each reason."""
+    by_reason: dict[str, list[str]] = {}
+    for path, reason in sorted(layout.held.items()):
+        by_reason.setdefault(reason, []).append(path)
+    return [
+        f"{len(paths)} linears stay dense, because {reason}: {', '.join(paths[:2])}{', ..' if len(paths) > 2 else ''}"
+        for reason, paths in by_reason.items()
     ]
 
 

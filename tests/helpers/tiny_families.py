@@ -85,6 +85,8 @@ EXPERTS = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 24,
 }
+MAMBA2 = {"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_chunk_size": 16}
+STATES_ONLY = {**TOKENS, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -269,6 +271,72 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
         {**DECODER, **DELTA_NET, **EXPERTS, "layer_types": ["linear_attention", "full_attention"]},
         note="mixers in the layers with softmax attention; gated heads; experts",
     ),
+    "mamba2": TinyFamily(
+        "Mamba2ForCausalLM",
+        "Mamba2Config",
+        {**STATES_ONLY, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 16},
+        mixers=OWN_CODE,
+    ),
+    "bamba": TinyFamily(
+        "BambaForCausalLM",
+        "BambaConfig",
+        {**NO_HEAD_DIM, **MAMBA2, "attn_layer_indices": [1]},
+        note="mixers in the layers with softmax attention",
+    ),
+    "falcon_h1": TinyFamily(
+        "FalconH1ForCausalLM",
+        "FalconH1Config",
+        {**DECODER, **MAMBA2, "mamba_d_ssm": 64},
+        in_ci=True,
+        note="mixers for softmax attention, Mamba-2 stays beside them",
+    ),
+    "granitemoehybrid": TinyFamily(
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridConfig",
+        {
+            **NO_HEAD_DIM,
+            **MAMBA2,
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 48,
+        },
+        note=f"mixers in the layers with softmax attention; {MERGED_EXPERTS}",
+    ),
+    "nemotron_h": TinyFamily(
+        "NemotronHForCausalLM",
+        "NemotronHConfig",
+        {
+            **{key: value for key, value in DECODER.items() if key != "num_hidden_layers"},
+            "layers_block_type": ["mamba", "attention", "mlp"],
+            **{"ssm_state_size": 8, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "chunk_size": 16},
+        },
+        note="mixers in the layers with softmax attention",
+    ),
+    "zamba2": TinyFamily(
+        "Zamba2ForCausalLM",
+        "Zamba2Config",
+        {
+            **ENCODER,
+            "num_hidden_layers": 5,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "hybrid"],
+            **{"mamba_d_state": 8, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 2, "chunk_size": 16},
+        },
+        mixers="several layers share it",
+        note="the blocks that layers share stay as they are",
+    ),
+    "jamba": TinyFamily(
+        "JambaForCausalLM",
+        "JambaConfig",
+        {
+            **NO_HEAD_DIM,
+            **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+            **{"num_experts": 4, "mamba_d_state": 4, "mamba_dt_rank": 4},
+        },
+        note=f"mixers in the layers with softmax attention; {MERGED_EXPERTS}",
+    ),
+    "mamba": TinyFamily("MambaForCausalLM", "MambaConfig", STATES_ONLY, mixers=OWN_CODE),
+    "falcon_mamba": TinyFamily("FalconMambaForCausalLM", "FalconMambaConfig", STATES_ONLY, mixers=OWN_CODE),
     "gemma": TinyFamily("GemmaForCausalLM", "GemmaConfig", DECODER),
     "gemma2": TinyFamily(
         "Gemma2ForCausalLM",
