@@ -149,8 +149,10 @@ def _launch(
     return CachedLaunch(window_step, grid, sizes, dict(zip(names, options)))
 
 
-def step_warps(features: int) -> int:
-    """Return the warps of a program, with as few as do not spill registers."""
+def step_warps(features: int, merges: bool = False) -> int:
+    """Return the warps of a program, with as few as do not spill registers. merges: it also sums up alive buckets."""
+    if merges:
+        return 16 if features > 256 else 8
     return 16 if features > 512 else 8 if features > 128 else 4
 
 
@@ -243,7 +245,7 @@ def _launch_on(
         "BV": block,
         "M": power_of_two(per_group),
         "PRECISION": "tf32x3" if tokens.k.dtype == torch.float32 else None,
-        "num_warps": step_warps(max(features, shape.key)),
+        "num_warps": step_warps(max(features, shape.key), merges=page_B is not None and level is not None),
     }
     grid = batch * groups, tiles // together
     _launch(grid, sizes, tuple(options), tuple(options.values()))(*tensors)
