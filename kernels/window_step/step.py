@@ -127,7 +127,10 @@ def advance_alive(
             alive = ((n >> tl.maximum(i - FIRST, 0)) & 1) > 0
             if BITS > 0:
                 alive = ((i > 0) & alive) | ((i == 0) & (at % (1 << BITS) > 0))
-        if alive | (LEVELS == 0):
+        visited = alive
+        if LEVELS == 0:
+            visited = at >= 0  # one state takes the token, whether it holds any or not
+        if visited:
             at_state = states + (at * 0 + i) * left_level
             s_FV = tl.load(at_state + tile_FV, mask=inside_FV & alive, other=0.0).to(tl.float32)
             if DELTA:
@@ -148,7 +151,9 @@ def advance_alive(
                 out_MV += tl.where((j_M == j)[:, None], seen_V[None, :], 0.0)
                 if MORE:
                     more_M += tl.where(j_M == j, of_level * tl.sum(q_F * s_F, 0), 0.0)
-            merges = (i <= into) & (LEVELS > 0)
+            merges = i <= into
+            if LEVELS == 0:
+                merges = at < 0
             tl.store(at_state + tile_FV, s_FV, mask=inside_FV & (merges == 0))
             total_FV += tl.where(merges, s_FV, 0.0)
             if SUMS:
