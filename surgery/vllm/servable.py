@@ -89,9 +89,9 @@ def check_config(config: dict[str, Any], name: str) -> ServedTable:
             )
         if is_quantized({path: entry}):
             raise SurgeryError(
-                f"{name}, {path}: the linear is stored as integers, which vLLM's plugin does not serve. Serve the "
-                "checkpoint that it was "
-                "made from, or use `transformers serve`"
+                f"{name}, {path}: the linear is stored as integers, which vLLM's plugin does not serve: it has no product "
+                "with packed integers and their scales. Serve the checkpoint that it was made from, or use "
+                "`transformers serve`"
             )
         if is_pruned(entry) and entry.get("bias") and not _is_of_attention(path):
             raise SurgeryError(
