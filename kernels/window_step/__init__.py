@@ -11,6 +11,10 @@ The reference takes 151 operations of torch for such a step of SSD and 212 of lo
 counted without views.
 
 A state that is donated is updated in place: its rings always, its states unless they get more levels or are normalised.
+
+The same kernel computes a server's step, with or without a window: `step_in_pages` reads and writes the states of all
+rows where they lie in the server's cache, by the page numbers and lengths on the device. It launches the same kernels
+for all lengths and never waits for the GPU, so that a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -43,8 +47,9 @@ from surgery.kernels.window_step.rotate import rotate_token
 from surgery.kernels.window_step.step import window_step
 from surgery.mixers.base import MixerInputs, MixerState
 from surgery.mixers.common.padding import gather_rowwise
+from surgery.mixers.common.window_hybrid import Tensors
 from surgery.mixers.features.simple import IdentityMap
-from surgery.mixers.linear import MIN_DENOMINATOR, LinearMixer, one_token
+from surgery.mixers.linear import MIN_DENOMINATOR, LinearMixer, one_token, step_in_pool
 from surgery.mixers.linear_config import TWO_FORMS
 from surgery.mixers.masks.gates import GatesMask
 from surgery.mixers.masks.log_linear import HierarchicalMask
@@ -75,8 +80,11 @@ class StepTokens(NamedTuple):
     others: dict[str, Tensor]
 
 
-def prepare_tokens(mixer: LinearMixer, inputs: MixerInputs, state: MixerState) -> StepTokens:
-    """Return the token of each row, after convolution, RoPE and feature map."""
+def prepare_tokens(
+    mixer: LinearMixer, inputs: MixerInputs, state: MixerState, page_B: Tensor | None = None
+) -> StepTokens:
+    """Return the token of each row, after convolution, RoPE and feature map. page_B: the rows' pages in the tensors of
+    the state, if it is a server's cache."""
     far_q, far_k, v = (t[:, :, 0] for t in (inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV))
     near_q, near_k, x_B1D = far_q, far_k, inputs.x_BTD
     others: dict[str, Tensor] = {}
@@ -88,20 +96,31 @@ def prepare_tokens(mixer: LinearMixer, inputs: MixerInputs, state: MixerState) -
         forms = tokens.q_BTHK, tokens.k_BTGK, tokens.v_BTGV, tokens.window_q_BTHK, tokens.window_k_BTGK
         far_q, far_k, v, near_q, near_k = (t[:, 0] for t in forms)
         x_B1D = tokens.x_BTD
-    ring = state.tensors["ring.linear_k" if two else "ring.k"]
     root, linear_k = mixer.shape.scaling**0.5, far_k[..., : mixer.shape.key] if two else None
-    if type(mixer.feature_map) is IdentityMap and not both:
-        return StepTokens(far_q, ring, True, root, near_q, near_k, v, linear_k, x_B1D, others)
-    slot_B1 = ((state.seen_B + 1) % ring.shape[1]).unsqueeze(1)
+    ring = state.tensors["ring.linear_k" if two else "ring.k"] if mixer.config.window else None
+    if type(mixer.feature_map) is IdentityMap and not (both and ring is not None):
+        key, in_ring = (far_k, False) if ring is None else (ring, True)
+        return StepTokens(far_q, key, in_ring, root, near_q, near_k, v, linear_k, x_B1D, others)
     position_B1 = state.seen_B.unsqueeze(1)
-    rings = (ring, state.tensors["ring.k"]) if both else (ring,)
-    key_BGK = torch.cat([gather_rowwise(x, slot_B1, dim=1)[:, 0] for x in rings], dim=-1)
+    key_BGK = far_k
+    if ring is not None:
+        slot_B = (state.seen_B + 1) % ring.shape[1]
+        rings = (ring, state.tensors["ring.k"]) if both else (ring,)
+        key_BGK = torch.cat([take_slots(x, slot_B, page_B) for x in rings], dim=-1)
     copies = mixer.linear_shape.groups // mixer.shape.groups
     key_BGK = key_BGK if copies == 1 else key_BGK.repeat_interleave(copies, dim=1)
     q_BHF = mixer.feature_map("queries", far_q.unsqueeze(2).float() * root, position_B1)[:, :, 0]
     k_BGF = mixer.feature_map("keys", key_BGK.unsqueeze(2).float() * root, position_B1 - mixer.config.window)[:, :, 0]
     q_BHF, k_BGF = unit_last_stride(q_BHF), unit_last_stride(k_BGF)
     return StepTokens(q_BHF, k_BGF, False, 1.0, near_q, near_k, v, linear_k, x_B1D, others)
+
+
+def take_slots(ring: Tensor, slot_B: Tensor, page_B: Tensor | None) -> Tensor:
+    """Return a slot of each row's ring, (B, KV, ..)."""
+    if page_B is None:
+        taken: Tensor = gather_rowwise(ring, slot_B.unsqueeze(1), dim=1)[:, 0]
+        return taken
+    return ring[page_B.clamp_min(0), slot_B]  # the clamp is for rows without a token
 
 
 def writable_tensors(mixer: LinearMixer, state: MixerState, after: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
@@ -130,8 +149,10 @@ def _launch(
     return CachedLaunch(window_step, grid, sizes, dict(zip(names, options)))
 
 
-def step_warps(features: int) -> int:
-    """Return the warps of a program, with as few as do not spill registers."""
+def step_warps(features: int, merges: bool = False) -> int:
+    """Return the warps of a program, with as few as do not spill registers. merges: it also sums up alive buckets."""
+    if merges:
+        return 16 if features > 256 else 8
     return 16 if features > 512 else 8 if features > 128 else 4
 
 
@@ -139,54 +160,84 @@ def launch_step(
     mixer: LinearMixer, tokens: StepTokens, inputs: MixerInputs, state: MixerState, dtype: torch.dtype
 ) -> tuple[Tensor, MixerState]:
     """Return (out (B, H, V) in that dtype, the state behind the token)."""
-    shape, config, groups = mixer.shape, mixer.config, mixer.linear_shape.groups
-    states, max_seen = state.tensors[states_name(mixer)], (state.max_seen or 0) + 1
-    before, after = states.shape[1], count_states(mixer, states, max(0, max_seen - config.window - config.sinks))
+    config, states = mixer.config, state.tensors[states_name(mixer)]
+    max_seen = (state.max_seen or 0) + 1
+    after = count_states(mixer, states, max(0, max_seen - config.window - config.sinks))
     held, buckets, new_buckets = writable_tensors(mixer, state, after)
+    seen_B = torch.empty_like(state.seen_B)
+    count_B = None if inputs.valid_BT is None else inputs.valid_BT[:, 0]
+    out_BHV = _launch_on(mixer, tokens, held, (buckets, new_buckets), (state.seen_B, seen_B, count_B), None, dtype)
+    held |= {**tokens.others, states_name(mixer): new_buckets}
+    return out_BHV, MixerState(seen_B, {name: held[name] for name in state.tensors}, max_seen)
+
+
+def _launch_on(
+    mixer: LinearMixer,
+    tokens: StepTokens,
+    held: Tensors,
+    states: tuple[Tensor, Tensor],
+    seen: tuple[Tensor, Tensor, Tensor | None],
+    page_B: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return out (B, H, V) in that dtype, and write what the kernel stores.
+
+    held: rings and sinks. states: before and behind the token. seen: tokens of each row before the step, where to store
+    those after it, and the count of the step, or None if every row has a token. page_B: each row's page in rings, sinks
+    and states, None if they have a row each.
+    """
+    shape, config, groups = mixer.shape, mixer.config, mixer.linear_shape.groups
+    (buckets, new_buckets), (seen_B, seen_after_B, count_B), window = states, seen, mixer.config.window
     gate_BG, beta_BG, level = project_signals(mixer, tokens.x[:, 0], count_lambdas(mixer, buckets))
     batch, levels = len(tokens.q), 0 if level is None else level.shape[-1]
     out_BHV = torch.empty(batch, shape.heads, shape.value, dtype=dtype, device=tokens.q.device)
-    seen_B = torch.empty_like(state.seen_B)
-    count = seen_B if inputs.valid_BT is None else inputs.valid_BT[:, 0]
-    far_k, ring_k = tokens.far_k, held["ring.k"]
+    count = seen_B if count_B is None else count_B
+    far_k, absent, ring_gates = tokens.far_k, gate_BG, window > 0 and isinstance(gates_of(mixer), GatesMask)
     new_far_k = tokens.k if tokens.new_far_k is None else tokens.new_far_k
+    rings = [held.get(f"ring.{name}", absent) for name in ("k", "v", "linear_k", "gate", "beta")]
+    far_weight, near_weight = (absent if w is None else w for w in (mixer.linear_weight_H, mixer.near_weight_H))
     tensors = (
         tokens.q, far_k, gate_BG if level is None else level, buckets, new_buckets, tokens.near_q, tokens.k, tokens.v,
-        new_far_k, gate_BG, beta_BG, ring_k, held["ring.v"], held.get("ring.linear_k", ring_k),
-        held.get("ring.gate", gate_BG), held.get("ring.beta", gate_BG), held["sink.k"], held["sink.v"], out_BHV,
-        state.seen_B, seen_B, count, mixer.linear_weight_H, mixer.near_weight_H,
+        new_far_k, gate_BG, beta_BG, *rings, held.get("sink.k", absent), held.get("sink.v", absent), out_BHV, seen_B,
+        seen_after_B, count, far_weight, near_weight, seen_B if page_B is None else page_B,
     )  # fmt: skip
     features, per_group = tokens.q.shape[-1], shape.heads // groups
-    copies = groups // shape.groups
     far_strides = far_k.stride()[:3] if tokens.in_ring else (far_k.stride(0), 0, far_k.stride(1))
     sizes = (
-        before, after, *tokens.q.stride()[:2], *far_strides, *tokens.near_q.stride()[:2], *tokens.k.stride()[:2],
-        *tokens.v.stride()[:2], *new_far_k.stride()[:2], count.stride(0),
+        buckets.shape[1], new_buckets.shape[1], buckets.stride(0), *tokens.q.stride()[:2], *far_strides,
+        *tokens.near_q.stride()[:2], *tokens.k.stride()[:2], *tokens.v.stride()[:2], *new_far_k.stride()[:2],
+        count.stride(0),
     )  # fmt: skip
     block = min(power_of_two(shape.value), VALUES_PER_PROGRAM if features <= 256 else 16)
+    tiles = triton.cdiv(shape.value, block)
+    together = tiles if page_B is not None and config.normalise else 1
     options = {
         "ROOT": tokens.root,
         "SCALE": shape.scaling,
         "FLOOR": max(mixer.feature_map.min_denominator, MIN_DENOMINATOR),
         "G": groups,
-        "COPIES": copies,
-        "FAR_COPIES": copies if tokens.in_ring else 1,
+        "COPIES": groups // shape.groups,
+        "FAR_COPIES": groups // far_k.shape[-2],
         "J": per_group,
         "F": features,
         "V": shape.value,
         "K": shape.key,
         "FAR": 0 if tokens.new_far_k is None else new_far_k.shape[-1],
-        "W": config.window,
+        "W": window,
         "S": config.sinks,
         "LEVELS": levels,
         "BITS": block_bits(mixer),
         "DELTA": mixer.beta_proj is not None,
         "UNIT": mixer.beta_proj is not None,
         "MORE": config.normalise,
-        "RING_GATE": isinstance(gates_of(mixer), GatesMask),
-        "COUNT": inputs.valid_BT is not None,
+        "RING_GATE": ring_gates,
+        "IN_RING": tokens.in_ring,
+        "COUNT": count_B is not None,
+        "FAR_WEIGHT": mixer.linear_weight_H is not None,
+        "PAGED": page_B is not None,
+        "TILES": together,
         "CAP": shape.softcap or 0.0,
-        "N": min(RECENT_PER_TILE, power_of_two(config.window)),
+        "N": min(RECENT_PER_TILE, power_of_two(max(1, window))),
         "BS": power_of_two(max(1, config.sinks)),
         "BF": power_of_two(features),
         "BK": power_of_two(shape.key),
@@ -194,42 +245,75 @@ def launch_step(
         "BV": block,
         "M": power_of_two(per_group),
         "PRECISION": "tf32x3" if tokens.k.dtype == torch.float32 else None,
-        "num_warps": step_warps(max(features, shape.key)),
+        "num_warps": step_warps(max(features, shape.key), merges=page_B is not None and level is not None),
     }
-    grid = batch * groups, triton.cdiv(shape.value, block)
+    grid = batch * groups, tiles // together
     _launch(grid, sizes, tuple(options), tuple(options.values()))(*tensors)
-    held |= {**tokens.others, states_name(mixer): new_buckets}
-    return out_BHV, MixerState(seen_B, {name: held[name] for name in state.tensors}, max_seen)
+    return out_BHV
+
+
+def finish_outputs(
+    mixer: LinearMixer, out_BHV: Tensor, x_B1D: Tensor, dtype: torch.dtype, valid_BT: Tensor | None = None
+) -> Tensor:
+    """Return out_BHTV in that dtype (T = 1), after norm and output gate."""
+    if not _has_finish(mixer):
+        return out_BHV.unsqueeze(2)
+    out_B1HV = out_BHV.unsqueeze(1)
+    out_B1HV = out_B1HV if mixer.norm is None else mixer.norm(out_B1HV)
+    out_B1HV = out_B1HV if mixer.gate is None else mixer.gate(out_B1HV, x_B1D)
+    if valid_BT is not None:
+        out_B1HV = out_B1HV.masked_fill((valid_BT == 0)[:, :, None, None], 0)
+    return out_B1HV.transpose(1, 2).to(dtype)
+
+
+def _has_finish(mixer: LinearMixer) -> bool:
+    return mixer.norm is not None or mixer.gate is not None
 
 
 # -- registration ------------------------------------------------------------------------------------
-def accepts(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: MixerState) -> bool:
-    """Return whether the kernels compute this call: one token behind a window, no gradients, gated or log-linear
-    states.
-    """
+def knows_mixer(mixer: LinearMixer) -> bool:
+    """Return whether the kernels compute a step of this mixer: gated or log-linear states, alone or behind a sliding
+    window, without what reads a linear's parameters in another way (hooks, LoRA)."""
+    config, shape, features = mixer.config, mixer.shape, mixer.mask.shape.key
+    return (
+        config.near_tokens == "sliding"
+        and (config.sinks <= MAX_SINKS if config.window else config.sinks == 0)
+        and knows_mask(mixer)
+        and shape.causal
+        and shape.scaling > 0
+        and shape.key <= MAX_DIMS
+        and features <= MAX_FEATURES
+        and shape.heads <= MAX_HEADS * mixer.linear_shape.groups
+        and reads_plain_linears(mixer)
+    )
+
+
+def knows_tokens(q_BHTK: Tensor, inputs: MixerInputs) -> bool:
+    """Return whether the kernels read these tokens: one for each row, without gradients."""
     tensors = (q_BHTK, inputs.k_BGTK, inputs.v_BGTV)
     return (
         q_BHTK.shape[2] == 1
-        and mixer.config.window > 0
-        and mixer.config.near_tokens == "sliding"
-        and mixer.config.sinks <= MAX_SINKS
-        and knows_mask(mixer)
-        and mixer.shape.causal
-        and mixer.shape.scaling > 0
-        and state.max_seen is not None
-        and states_name(mixer) in state.tensors
-        and mixer.shape.key <= MAX_DIMS
-        and state.tensors[states_name(mixer)].shape[3] <= MAX_FEATURES
-        and mixer.shape.heads <= MAX_HEADS * mixer.linear_shape.groups
         and q_BHTK.dtype in DTYPES
         and q_BHTK.numel() > 0
         and all(x.dtype == q_BHTK.dtype and x.stride(-1) == 1 for x in tensors)
         and inputs.x_BTD.dtype in DTYPES
         and inputs.x_BTD.stride(-1) == 1
-        and all(t.is_contiguous() and t.dtype == tensor_dtype(n, q_BHTK) for n, t in state.tensors.items())
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
-        and reads_plain_linears(mixer)
+    )
+
+
+def accepts(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: MixerState) -> bool:
+    """Return whether the kernels compute this call: one token behind a window, no gradients, gated or log-linear
+    states.
+    """
+    return (
+        mixer.config.window > 0
+        and knows_tokens(q_BHTK, inputs)
+        and knows_mixer(mixer)
+        and state.max_seen is not None
+        and states_name(mixer) in state.tensors
+        and all(t.is_contiguous() and t.dtype == tensor_dtype(n, q_BHTK) for n, t in state.tensors.items())
     )
 
 
@@ -276,16 +360,39 @@ def one_token_with_window(
     q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: MixerState
 ) -> tuple[Tensor, MixerState]:
     """Return (out_BHTV, the state behind the token) with T = 1."""
-    behind = mixer.norm is not None or mixer.gate is not None
     dtype = inputs.v_BGTV.dtype
     with autocast_disabled(q_BHTK.device):
         tokens = prepare_tokens(mixer, inputs, state)
-        out_BHV, after = launch_step(mixer, tokens, inputs, state, torch.float32 if behind else dtype)
-        if not behind:
-            return out_BHV.unsqueeze(2), after
-        out_B1HV = out_BHV.unsqueeze(1)
-        out_B1HV = out_B1HV if mixer.norm is None else mixer.norm(out_B1HV)
-        out_B1HV = out_B1HV if mixer.gate is None else mixer.gate(out_B1HV, tokens.x)
-        if inputs.valid_BT is not None:
-            out_B1HV = out_B1HV.masked_fill(~inputs.valid_BT[:, :, None, None].bool(), 0)
-        return out_B1HV.transpose(1, 2).to(dtype), after
+        out_BHV, after = launch_step(mixer, tokens, inputs, state, torch.float32 if _has_finish(mixer) else dtype)
+        return finish_outputs(mixer, out_BHV, tokens.x, dtype, inputs.valid_BT), after
+
+
+# -- a server's cache --------------------------------------------------------------------------------
+def accepts_pages(
+    q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, seen_B: Tensor, pool: Tensors, page_B: Tensor
+) -> bool:
+    """Return whether the kernels compute this call: tensors of the state side by side in pages of float32 numbers."""
+    filled = [t for t in pool.values() if t.numel()]  # without sinks their tensors are empty
+    return (
+        mixer.convolution is None
+        and inputs.valid_BT is None
+        and knows_tokens(q_BHTK, inputs)
+        and knows_mixer(mixer)
+        and states_name(mixer) in pool
+        and len({t.stride(0) for t in filled}) == 1
+        and all(t[0].is_contiguous() and t.dtype == torch.float32 for t in filled)
+    )
+
+
+@register_kernel(step_in_pool, accepts=accepts_pages)
+def step_in_pages(
+    q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, seen_B: Tensor, pool: Tensors, page_B: Tensor
+) -> Tensor:
+    """`step_in_pool` in place: two launches, RoPE if the mixer rotates, and torch for feature maps, norm and gate."""
+    dtype = inputs.v_BGTV.dtype
+    with autocast_disabled(q_BHTK.device):
+        tokens = prepare_tokens(mixer, inputs, MixerState(seen_B, pool), page_B)
+        states = pool[states_name(mixer)]
+        working = torch.float32 if _has_finish(mixer) else dtype
+        out_BHV = _launch_on(mixer, tokens, pool, (states, states), (seen_B, seen_B, None), page_B, working)
+        return finish_outputs(mixer, out_BHV, tokens.x, dtype, (seen_B >= 0).unsqueeze(1))

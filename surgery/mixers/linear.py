@@ -672,6 +672,19 @@ def one_token(q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, state: Mi
     return mix_tokens(q_BHTK, mixer, inputs, state)
 
 
+@dispatched
+def step_in_pool(
+    q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, seen_B: Tensor, pool: Tensors, page_B: Tensor
+) -> Tensor:
+    """Return out_BHTV of one token per row (T = 1), and update the rows' pages of a server's cache in place, as
+    `LinearMixer.step_in_pool`. q_BHTK: the queries of `inputs`.
+
+    A kernel that replaces this function takes the page of a row with seen_B = 0 as empty, whatever it holds, and rows
+    with seen_B < 0 as padding: zeros, no page. The reference has neither: it needs pages of zeros.
+    """
+    return mixer.step_in_pool(inputs, seen_B, pool, page_B)
+
+
 def token_positions(tokens: ProjectedTokens, seen_B: Tensor) -> Tensor:
     """Return the positions (B, T) of the tokens, which follow seen_B others."""
     return seen_B.unsqueeze(1) + torch.arange(tokens.x_BTD.shape[1], device=seen_B.device)

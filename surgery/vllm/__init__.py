@@ -1,4 +1,4 @@
-"""Plugin of vLLM that serves converted checkpoints: structured linears, and mixers whose state is bounded.
+"""Plugin of vLLM that serves converted checkpoints: structured linears, and mixers whose state is bounded, sliding windows.
 
 vLLM calls `register` in each of its processes (entry point `vllm.general_plugins` in pyproject.toml); the user passes
 no option. This package imports without vLLM; the modules `linear`, `config_parser`, `mixer_layer` and `model` import
@@ -34,6 +34,9 @@ def register() -> None:
     register_quantization_config(QUANT_METHOD)(SurgeryTable)
     register_parser()
     ModelRegistry.register_model(MIXER_CLASS, "surgery.vllm.model:SurgeryForCausalLM")
+    ModelRegistry.register_model(WINDOW_CLASS, "surgery.vllm.model:SurgeryWindowForCausalLM")
 
 
-MIXER_CLASS = "SurgeryForCausalLM"  # the model class of checkpoints with mixers
+# The model classes of checkpoints with mixers: with linear ones, whose states make vLLM's cache a hybrid one, and with
+# windows only.
+MIXER_CLASS, WINDOW_CLASS = "SurgeryForCausalLM", "SurgeryWindowForCausalLM"

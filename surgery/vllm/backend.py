@@ -3,8 +3,10 @@
 vLLM makes it once a step and group of caches, not once a layer. Borders and lengths come from the CPU, where vLLM has
 them, so no layer waits for the GPU; rows and lengths on the device lie in buffers made once.
 
-No CUDA graph may hold a mixer as long as it runs operations that depend on lengths: the level NEVER makes vLLM capture
-what lies between the mixers (cudagraph mode PIECEWISE), in place of whole decoding steps.
+Where a kernel computes the decodes of every mixer in place (kernels/window_step), CUDA graphs hold whole decoding steps:
+the kernel takes rows and lengths from the buffers, and is launched in the same way for all lengths. Other mixers run
+operations that depend on lengths. With one of them in the model the level is NEVER, and vLLM captures what lies between
+the mixers (cudagraph mode PIECEWISE). Prompts, and steps with a piece of a prompt, are never captured whole.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class MixerMetadataBuilder(BaseMambaAttentionMetadataBuilder[MixerMetadata]):
     """
 
     metadata_cls = MixerMetadata
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER  # see `get_cudagraph_support`
     supports_update_block_table: bool = False  # the rows are part of the batch
     needs_causal_conv1d_metadata: bool = False
 
@@ -46,6 +48,15 @@ class MixerMetadataBuilder(BaseMambaAttentionMetadataBuilder[MixerMetadata]):
         size = vllm_config.scheduler_config.max_num_seqs
         self.rows_R = torch.full((size,), NULL_BLOCK_ID, dtype=torch.int32, device=device)
         self.seen_R = torch.full((size,), -1, dtype=torch.int32, device=device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Return which steps a CUDA graph may hold: those of one token for each request, if a kernel computes them in
+        every layer with a mixer."""
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        if all(layer.steps_in_place for layer in layers if hasattr(layer, "steps_in_place")):
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return AttentionCGSupport.NEVER
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False, **kwargs: Any
@@ -67,10 +78,15 @@ class MixerMetadataBuilder(BaseMambaAttentionMetadataBuilder[MixerMetadata]):
         return metadata
 
     def fill_buffers(self, row_R: Tensor, length_R: Tensor, start_R: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (rows, tokens before this step) of the requests, as views of the buffers. length_R: 0 for padding."""
+        """Return (rows, tokens before this step) of the requests, as views of the buffers. length_R: 0 for padding.
+
+        A graph may read more entries than there are requests: those behind them become padding.
+        """
         count = len(row_R)
         is_real_R = length_R > 0
         rows_R, seen_R = self.rows_R[:count], self.seen_R[:count]
+        self.rows_R[count:].fill_(NULL_BLOCK_ID)
+        self.seen_R[count:].fill_(-1)
         rows_R.copy_(torch.where(is_real_R, row_R, NULL_BLOCK_ID))
         seen_R.copy_(torch.where(is_real_R, length_R - start_R[: count + 1].diff(), -1))
         return rows_R, seen_R

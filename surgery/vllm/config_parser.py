@@ -12,7 +12,8 @@ from typing import Any
 
 from vllm.transformers_utils.config import get_config_parser, register_config_parser
 
-from surgery.vllm import MIXER_CLASS
+from surgery.mixers.linear_config import LinearAttention
+from surgery.vllm import MIXER_CLASS, WINDOW_CLASS
 from surgery.vllm.servable import OWN_CLASSES, TRANSFORMERS_CLASS, check_config, is_converted
 
 HF_FORMAT = "hf"
@@ -39,6 +40,7 @@ def choose_class(data: dict[str, Any], name: str) -> str:
     """Return the name of the model class in vLLM's registry that serves a converted checkpoint's config.json."""
     table = check_config(data, name)
     if table.mixers:
-        return MIXER_CLASS
+        has_states = any(isinstance(mixer, LinearAttention) for mixer in table.mixers.values())
+        return MIXER_CLASS if has_states else WINDOW_CLASS
     served = [cls for cls in data["architectures"] if cls in OWN_CLASSES]
     return served[0] if served else TRANSFORMERS_CLASS

@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from surgery.mixers.linear import LinearMixer
 from surgery.vllm.backend import register_mixer_backend
-from surgery.vllm.mixer_state import Batch, StateLayout, Tokens, mix_batch
+from surgery.vllm.mixer_state import Batch, StateLayout, Tokens, mix_batch, steps_in_place
 
 ATTENTION_NAME = "surgery_vllm"
 OPERATOR = "surgery_mixer"
@@ -56,17 +56,24 @@ class MixerLayer(nn.Module, MambaBase):
         """The kind of metadata that vLLM makes for this layer."""
         return MambaAttentionBackendEnum.CUSTOM
 
+    @property
+    def steps_in_place(self) -> bool:
+        """Whether a CUDA graph may hold a step of one token for each request."""
+        parameter = next(self.mixer.parameters())
+        return steps_in_place(self.mixer, self.layout, parameter.dtype, parameter.device)
+
     def mix(self, tokens: Tokens, out_NHV: Tensor) -> None:
         """Write the outputs of a call's tokens to `out_NHV`, and the states to the cache.
 
         Padding, and profiling runs, get zeros.
         """
-        out_NHV.zero_()
         metadata: Any = get_forward_context().attn_metadata
         if metadata is None:
+            out_NHV.zero_()
             return
         batch: Batch = metadata[self.prefix].batch
         count = batch.starts[-1]
+        out_NHV[count:].zero_()
         rope = None if tokens.rope is None else (tokens.rope[0][:count], tokens.rope[1][:count])
         q_NHK, k_NGK, v_NGV, x_ND = (t[:count] for t in tokens[:4])
         real = Tokens(q_NHK, k_NGK, v_NGV, x_ND, rope)

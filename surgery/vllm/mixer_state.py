@@ -9,9 +9,12 @@ a convolution) lies side by side in that row, in float32 and in the size of the 
     rows = torch.zeros(requests, layout.size)
     out_NHV = mix_batch(mixer, layout, rows, batch, tokens)      updates the rows of the batch's requests
 
-How many tokens a row has seen is not stored: the server tells it. A row whose request has seen none holds what another
-request left: `StateLayout.read` takes it as empty. A first piece may be one token long (a prompt of one token, or one
-token of a step's budget left), and may then come among the decodes.
+How many tokens a row has seen is not stored: the server tells it. What a request has not yet written of its row is what
+another request left, NaN perhaps: `StateLayout.read` and the kernels take it as empty. A first piece may be one token
+long (a prompt of one token, or one token of a step's budget left), and may then come among the decodes.
+
+On a GPU a kernel computes the decodes of a call in place, from the rows and lengths on the device (kernels/window_step).
+Mixers that it does not know are gathered, advanced and scattered, for which lengths are read from the CPU.
 """
 
 from __future__ import annotations
@@ -19,15 +22,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import MixerInputs, MixerState
-from surgery.mixers.linear import LinearMixer
-from surgery.mixers.masks.log_linear import Hierarchical
+from surgery.mixers.linear import LinearMixer, step_in_pool
+from surgery.mixers.masks.log_linear import Hierarchical, bucket_plan
 
 BUCKETS = "mask.buckets"  # the sums of log-linear attention, of which there are more the longer a sequence is
 
@@ -61,17 +64,25 @@ class StateLayout:
 
     def read(self, rows_BS: Tensor, seen: Sequence[int], seen_B: Tensor) -> MixerState:
         """Return the state of the rows, (B, size), whose requests have seen that many tokens; zeros, which an empty state
-        is, for those that have seen none. seen_B: the same numbers on the rows' device.
+        is, where they have not written. seen_B: the same numbers on the rows' device.
         """
-        if 0 in seen:
-            rows_BS = rows_BS.masked_fill((seen_B == 0).unsqueeze(1), 0)  # not a product: the rows may hold NaN
-        parts = rows_BS.split([prod(shape) for shape in self.shapes.values()], dim=1)
-        tensors = {
-            n: flat.unflatten(1, shape) if shape else flat for (n, shape), flat in zip(self.shapes.items(), parts)
-        }
+        tensors = self.views(rows_BS)
         if BUCKETS in tensors:
             tensors[BUCKETS] = tensors[BUCKETS][:, : self.count_buckets(max(seen))]
+        # Not a product: the rows may hold NaN.
+        tensors = {n: t.masked_fill(~self.is_written(n, t, seen_B), 0) for n, t in tensors.items()}
         return MixerState(seen_B, tensors, max(seen))
+
+    def is_written(self, name: str, t: Tensor, seen_B: Tensor) -> Tensor:
+        """Return where the requests of rows have written a tensor of the state, in a shape that broadcasts with it."""
+        start_B = (seen_B - self.delay).clamp_min(0)  # tokens that have entered the mask's state
+        if name.startswith(("ring.", "sink.")):
+            written = torch.arange(t.shape[1], device=t.device) < seen_B.unsqueeze(1)
+        elif name == BUCKETS and isinstance(self.mask, Hierarchical) and not self.mask.strong:
+            written, _ = bucket_plan(start_B, torch.ones_like(start_B), self.mask.block_bits, t.shape[1])
+        else:
+            written = (start_B if name.startswith("mask.") else seen_B) > 0
+        return written[(...,) + (None,) * (t.dim() - written.dim())]
 
     def views(self, cache_SN: Tensor) -> dict[str, Tensor]:
         """Return each tensor of the state for all rows of a cache, (rows, ..): views, so that a row is updated in
@@ -83,11 +94,11 @@ class StateLayout:
             start += prod(shape)
         return views
 
-    def write(self, state: MixerState) -> Tensor:
-        """Return the rows, (B, size) in float32, of a state."""
+    def write(self, state: MixerState, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the rows, (B, size) in that dtype, of a state."""
         batch, parts = len(state.seen_B), []
         for name, shape in self.shapes.items():
-            t = state.tensors[name].float()
+            t = state.tensors[name].to(dtype)
             if name == BUCKETS and t.shape[1] != shape[0]:
                 if t.shape[1] > shape[0]:
                     raise SurgeryError(
@@ -147,19 +158,13 @@ def mix_batch(mixer: LinearMixer, layout: StateLayout, cache_SN: Tensor, batch: 
     layout.size).
     """
     shape, n = mixer.shape, batch.decodes
-    out_NHV = tokens.v_NGV.new_zeros(len(tokens.x_ND), shape.heads, shape.value)
+    out_BHV = mix_decodes(mixer, layout, cache_SN, batch, tokens.one_each(n)).squeeze(2) if n else None
+    if out_BHV is not None and n == len(batch.lengths):
+        return out_BHV
+    out_NHV = tokens.v_NGV.new_empty(len(tokens.x_ND), shape.heads, shape.value)
+    if out_BHV is not None:
+        out_NHV[:n] = out_BHV
     rows_R, seen_R = batch.rows_R.long(), batch.seen_R.long()
-    if n:
-        seen = [length - 1 for length in batch.lengths[:n]]
-        if cache_SN.is_cuda:  # a kernel computes the step, and takes the rows apart from the cache
-            state = layout.read(cache_SN[rows_R[:n]], seen, seen_R[:n])
-            out_BH1V, after = mixer(tokens.one_each(n), state)
-            cache_SN[rows_R[:n]] = layout.write(after)
-        else:
-            if 0 in seen:
-                cache_SN[rows_R[:n][seen_R[:n] == 0], : layout.size] = 0
-            out_BH1V = mixer.step_in_pool(tokens.one_each(n), seen_R[:n], layout.views(cache_SN), rows_R[:n])
-        out_NHV[:n] = out_BH1V.squeeze(2)
     for request in range(n, len(batch.lengths)):
         start, stop = batch.starts[request], batch.starts[request + 1]
         before = batch.lengths[request] - (stop - start)
@@ -169,3 +174,37 @@ def mix_batch(mixer: LinearMixer, layout: StateLayout, cache_SN: Tensor, batch: 
         cache_SN[rows_R[one]] = layout.write(after)
         out_NHV[start:stop] = out_1HTV[0].transpose(0, 1)
     return out_NHV
+
+
+def has_kernel(*step: Any) -> bool:
+    """Return whether a kernel computes a call of `step_in_pool` with these arguments."""
+    op: Any = step_in_pool
+    return op.select_kernel(*step) is not None
+
+
+def steps_in_place(mixer: LinearMixer, layout: StateLayout, dtype: torch.dtype, device: torch.device | str) -> bool:
+    """Return whether a kernel computes the decodes of tokens in that dtype, in place and without waiting for the
+    GPU."""
+    shape, zeros = mixer.shape, torch.zeros(1, layout.size, device=device)
+    sizes = (shape.heads, shape.key), (shape.groups, shape.key), (shape.groups, shape.value), (shape.dim,)
+    q, k, v, x = (torch.zeros(1, *size, dtype=dtype, device=device) for size in sizes)
+    inputs, zero_B = Tokens(q, k, v, x, None).one_each(1), torch.zeros(1, dtype=torch.int32, device=device)
+    with torch.no_grad():
+        return has_kernel(inputs.q_BHTK, mixer, inputs, zero_B, layout.views(zeros), zero_B)
+
+
+def mix_decodes(mixer: LinearMixer, layout: StateLayout, cache_SN: Tensor, batch: Batch, inputs: MixerInputs) -> Tensor:
+    """Return out_BHTV of the batch's decodes, one token each (T = 1), and write the states after them to the cache."""
+    n = batch.decodes
+    page_B, seen_B = batch.rows_R[:n], batch.seen_R[:n]
+    step = (inputs.q_BHTK, mixer, inputs, seen_B, layout.views(cache_SN), page_B)
+    if has_kernel(*step):
+        return step_in_pool(*step)
+    page_B, seen_B, seen = page_B.long(), seen_B.long(), [length - 1 for length in batch.lengths[:n]]
+    if cache_SN.is_cuda:  # kernels of other mixers compute the step, and take the rows apart from the cache
+        out_BH1V, after = mixer(inputs, layout.read(cache_SN[page_B], seen, seen_B))
+        cache_SN[page_B, : layout.size] = layout.write(after)
+        return out_BH1V
+    if 0 in seen:
+        cache_SN[page_B[seen_B == 0], : layout.size] = 0
+    return step_in_pool(inputs.q_BHTK, mixer, inputs, seen_B, layout.views(cache_SN), page_B)

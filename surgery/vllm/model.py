@@ -1,12 +1,14 @@
-"""The model class that serves checkpoints with mixers: vLLM's Transformers backend with states in place of key
-caches.
+"""The model classes that serve checkpoints with mixers: vLLM's Transformers backend with states in place of key caches,
+and with sliding windows.
+
+Linear mixers become layers with a state (`MixerLayer`). Window mixers become vLLM's own attention with a sliding window:
+their keys are those of the model, so that vLLM has a cache for them, in pages that it frees behind the window.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -17,18 +19,97 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM
 from surgery.architectures.attention import attention_shape
 from surgery.checkpoint.table import read_mixers
 from surgery.core.errors import SurgeryError
-from surgery.mixers import MIXERS, mixer_config
+from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
 from surgery.mixers.linear import LinearMixer
+from surgery.mixers.linear_config import LinearAttention
+from surgery.mixers.sliding_window import Window, windowed_shape
 from surgery.vllm.mixer_layer import ATTENTION_NAME, OPERATOR, MixerLayer
 from surgery.vllm.mixer_state import StateLayout
 from surgery.vllm.servable import check_mixer
 
 
-class SurgeryForCausalLM(TransformersForCausalLM, IsHybrid):
-    """Any causal model of transformers, with mixers where the checkpoint's table has them.
+class AttentionLayers(Protocol):
+    """vLLM's attention layers of a model."""
+
+    def take(self, module: Any) -> Any:
+        """Return the layer of an attention module, and remove it."""
+
+    def put(self, module: Any, layer: Any) -> None:
+        """Make this the layer of an attention module."""
+
+
+class LayersByNumber(AttentionLayers):
+    """Attention layers as vLLM 0.26 has them: in a dict by layer number, which is passed to the attention function."""
+
+    def __init__(self, layers: dict[int, Any]):
+        self.layers = layers
+
+    def take(self, module: Any) -> Any:
+        """Return the layer of an attention module, and remove it."""
+        return self.layers.pop(module.layer_idx)
+
+    def put(self, module: Any, layer: Any) -> None:
+        """Make this the layer of an attention module."""
+        self.layers[module.layer_idx] = layer
+
+
+class LayersInModules(AttentionLayers):
+    """Attention layers as vLLM 0.32 has them: each the child `attn` of its module."""
+
+    def take(self, module: Any) -> Any:
+        """Return the layer of an attention module."""
+        return module.attn
+
+    def put(self, module: Any, layer: Any) -> None:
+        """Make this the layer of an attention module."""
+        module.attn = layer
+
+
+class SurgeryWindowForCausalLM(TransformersForCausalLM):
+    """Any causal model of transformers, with sliding windows where the checkpoint's table has them.
 
     Structured linears are served too.
     """
+
+    def __init__(self, *, vllm_config: Any, prefix: str = ""):
+        self.vllm_config = vllm_config  # vLLM 0.26 does not keep it
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+    def _create_attention_instances(self, prefix: str = "") -> None:
+        """Make vLLM's attention layers, and replace those of the table. vLLM 0.32 calls this."""
+        super()._create_attention_instances(prefix)
+        self.replace_layers(LayersInModules())
+
+    def create_attention_instances(self) -> Any:
+        """Return vLLM's attention layers, by layer number, with those of the table replaced. vLLM 0.26 calls this."""
+        layers = super().create_attention_instances()
+        self.replace_layers(LayersByNumber(layers))
+        return layers
+
+    def replace_layers(self, layers: AttentionLayers) -> None:
+        """Replace vLLM's attention layers that have a window mixer by layers of that window."""
+        for path, (config, shape) in served_mixers(self.vllm_config).items():
+            if not isinstance(config, Window):
+                continue
+            module = self.get_submodule(path)
+            layer = layers.take(module)
+            del self.compilation_config.static_forward_context[layer.layer_name]
+            windowed = type(layer)(
+                num_heads=layer.num_heads,
+                head_size=layer.head_size,
+                scale=layer.impl.scale,
+                num_kv_heads=layer.num_kv_heads,
+                cache_config=self.cache_config,
+                quant_config=self.quant_config,
+                logits_soft_cap=getattr(self.text_config, "attn_logit_softcapping", None),
+                per_layer_sliding_window=windowed_shape(shape, config.window).window,
+                prefix=layer.layer_name,
+            )
+            layers.put(module, windowed)
+
+
+class SurgeryForCausalLM(SurgeryWindowForCausalLM, IsHybrid):
+    """Any causal model of transformers, with mixers where the checkpoint's table has them, linear ones among them."""
 
     is_hybrid = True
 
@@ -37,38 +118,18 @@ class SurgeryForCausalLM(TransformersForCausalLM, IsHybrid):
         operators = vllm_config.compilation_config.splitting_ops
         if operators is not None and f"vllm::{OPERATOR}" not in operators:
             operators.append(f"vllm::{OPERATOR}")  # compiled graphs end at a mixer, as at attention
-        self.vllm_config = vllm_config  # vLLM 0.26 does not keep it
         super().__init__(vllm_config=vllm_config, prefix=prefix)
 
-    def _create_attention_instances(self, prefix: str = "") -> None:
-        """Make vLLM's attention layers, each the child `attn` of its module, and replace those of the table by mixers.
-
-        vLLM 0.32 calls this.
-        """
-        super()._create_attention_instances(prefix)
-        self.place_mixers(lambda module: module.attn)
-
-    def create_attention_instances(self) -> Any:
-        """Return vLLM's attention layers, by layer number, without those of the table, which become mixers.
-
-        vLLM 0.26 calls this: its layers lie in no module, and the dict is passed to the attention function.
-        """
-        layers = super().create_attention_instances()
-        self.place_mixers(lambda module: layers.pop(module.layer_idx))
-        return layers
-
-    def place_mixers(self, take: Callable[[Any], Any]) -> None:
-        """Put a mixer in the place of each attention layer of the table.
-
-        take: returns the layer that vLLM made for a module.
-        """
+    def replace_layers(self, layers: AttentionLayers) -> None:
+        """Replace vLLM's attention layers that have a mixer of the table."""
+        super().replace_layers(layers)
         context, dtype = self.compilation_config.static_forward_context, self.model_config.dtype
         size = self.get_mamba_state_shape_from_config(self.vllm_config)[0][0]
         host = copy.copy(self.text_config)
         host._attn_implementation_internal = ATTENTION_NAME
         for path, mixer in build_mixers(self.vllm_config).items():
             module = self.get_submodule(path)
-            del context[take(module).layer_name]
+            del context[layers.take(module).layer_name]
             module.config, module.mixer = (
                 host,
                 mixer.to(device=self.device_config.device, dtype=dtype).requires_grad_(False),
@@ -105,8 +166,8 @@ def check_engine(vllm_config: Any) -> None:
         raise SurgeryError(f"--mamba-cache-mode must be none or align for checkpoints with mixers (got {mode})")
 
 
-def build_mixers(vllm_config: Any) -> dict[str, LinearMixer]:
-    """Return the untrained mixers of the checkpoint's table, on the CPU in float32, by attention path."""
+def served_mixers(vllm_config: Any) -> dict[str, tuple[MixerConfig, AttentionShape]]:
+    """Return the mixers of the checkpoint's table and the shapes of their attention, by attention path."""
     model_config = vllm_config.model_config
     table = model_config.hf_config.quantization_config
     data = table if isinstance(table, dict) else table.to_dict()
@@ -118,19 +179,29 @@ def build_mixers(vllm_config: Any) -> dict[str, LinearMixer]:
     # The Transformers backend decorates the model's class, which from then on asks for the current config.
     with set_current_vllm_config(vllm_config), torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    mixers: dict[str, LinearMixer] = {}
+    found: dict[str, tuple[MixerConfig, AttentionShape]] = {}
     with torch.device("cpu"):
         for path, entry in read_mixers({"quantization_config": data}, str(model_config.model)).items():
-            mixer = check_mixer(mixer_config(entry), path)
-            shape = attention_shape(skeleton, path)
+            mixer, shape = check_mixer(mixer_config(entry), path), attention_shape(skeleton, path)
             MIXERS[mixer].check_config(mixer, shape)
-            dtype = torch.get_default_dtype()
-            torch.set_default_dtype(torch.float32)
-            try:
-                built: Any = MIXERS[mixer](mixer, shape)
-            finally:
-                torch.set_default_dtype(dtype)
-            mixers[path] = built
+            found[path] = mixer, shape
+    return found
+
+
+def build_mixers(vllm_config: Any) -> dict[str, LinearMixer]:
+    """Return the untrained linear mixers of the checkpoint's table, on the CPU in float32, by attention path."""
+    mixers: dict[str, LinearMixer] = {}
+    for path, (config, shape) in served_mixers(vllm_config).items():
+        if not isinstance(config, LinearAttention):
+            continue
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            with torch.device("cpu"):
+                built: Any = MIXERS[config](config, shape)
+        finally:
+            torch.set_default_dtype(dtype)
+        mixers[path] = built
     return mixers
 
 

@@ -21,6 +21,8 @@ from surgery.mixers import MIXERS, MixerConfig, mixer_config
 from surgery.mixers.head_hybrid import HeadHybrid
 from surgery.mixers.linear_config import LinearAttention
 from surgery.mixers.masks.base import MASKS
+from surgery.mixers.mlr import MLR
+from surgery.mixers.sliding_window import GlobalWindow, Window
 from surgery.mixers.softmax import Softmax, describe_softmax
 from surgery.modeling.modules import build_module, shares_basis
 from surgery.modeling.quantization_config import SurgeryConfig
@@ -87,9 +89,9 @@ def check_config(config: dict[str, Any], name: str) -> ServedTable:
             )
         if is_quantized({path: entry}):
             raise SurgeryError(
-                f"{name}, {path}: the linear is stored as integers, which vLLM's plugin does not serve. Serve the "
-                "checkpoint that it was "
-                "made from, or use `transformers serve`"
+                f"{name}, {path}: the linear is stored as integers, which vLLM's plugin does not serve: it has no product "
+                "with packed integers and their scales. Serve the checkpoint that it was made from, or use "
+                "`transformers serve`"
             )
         if is_pruned(entry) and entry.get("bias") and not _is_of_attention(path):
             raise SurgeryError(
@@ -142,10 +144,25 @@ def check_mixer(config: MixerConfig, where: str) -> MixerConfig:
             f"({describe_softmax(config)}), which vLLM's "
             "attention does not compute. Use `transformers serve`, or `surgery serve`, which chooses it"
         )
+    if isinstance(config, Window):
+        if config.sinks:
+            raise SurgeryError(
+                f"{where}: this layer sees the first {config.sinks} tokens besides the last {config.window}, and vLLM's "
+                "attention with a sliding window drops keys behind it (its own sinks are learned logits, not tokens). "
+                "Convert with sinks: 0, or use `transformers serve`, or `surgery serve`, which chooses it"
+            )
+        return config
+    if isinstance(config, (MLR, GlobalWindow)):
+        raise SurgeryError(
+            f"{where}: mixer {config.name!r} combines scores of {len(config.ranks)} levels, each with keys of its own for "
+            "the tokens of its extent. vLLM lacks two things for it: a cache that keeps another number of tokens for each "
+            "level of a layer, and a paged attention kernel that combines scores of several keys for a token. Use "
+            "`transformers serve`, or `surgery serve`, which chooses it; `mixer: window` is served"
+        )
     if not isinstance(config, LinearAttention):
         raise SurgeryError(
-            f"{where}: mixer {config.name!r} keeps keys or scores of its own, for which vLLM has no cache. vLLM serves "
-            "linear mixers; "
+            f"{where}: mixer {config.name!r} scores hidden states by matrices of its own, whose features vLLM has neither "
+            "a cache nor an attention kernel for. vLLM serves linear mixers and windows; "
             "use `transformers serve`, or `surgery serve`, which chooses it"
         )
     if config.near_tokens == "chunks":

@@ -28,12 +28,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory, checkpoints):
-    """Three conversions of a tiny Llama: structured linears, Gated DeltaNet, and MLR attention."""
+    """Conversions of a tiny Llama: structured linears, Gated DeltaNet, and windows with and without sinks."""
     folder = tmp_path_factory.mktemp("serve")
     recipes = {
         "btt": {"structure": "btt", "blocks": [4, 4]},
         "gdn": {"structure": "dense", "attention": {"mixer": "linear", "mask": "gates", "scores": "delta"}},
         "window": {"structure": "dense", "attention": {"mixer": "window", "window": 8}},
+        "sinks": {"structure": "dense", "attention": {"mixer": "window", "window": 8, "sinks": 2}},
     }
     for name, recipe in recipes.items():
         convert(str(checkpoints("llama")), make_recipe(**recipe), folder / name)
@@ -46,7 +47,7 @@ def both(monkeypatch):
     monkeypatch.setattr(serving, "transformers_can_serve", lambda: True)
 
 
-@pytest.mark.parametrize("name", ["btt", "gdn"])
+@pytest.mark.parametrize("name", ["btt", "gdn", "window"])
 def test_vllm_serves_what_it_can(out, both, name):
     launch = serving.choose_server(
         open_converted_checkpoint(str(out / name)), "auto", ADDRESS, ["--max-model-len", "512"]
@@ -58,10 +59,10 @@ def test_vllm_serves_what_it_can(out, both, name):
 
 
 def test_transformers_serves_the_rest_and_says_why(out, both):
-    source = open_converted_checkpoint(str(out / "window"))
+    source = open_converted_checkpoint(str(out / "sinks"))
     launch = serving.choose_server(source, "auto", ADDRESS)
-    assert "with transformers serve, not with vLLM" in launch.reason and "mixer 'window'" in launch.reason
-    with pytest.raises(SurgeryError, match=r"vLLM cannot serve .*mixer 'window'"):
+    assert "with transformers serve, not with vLLM" in launch.reason and "sees the first 2 tokens" in launch.reason
+    with pytest.raises(SurgeryError, match=r"vLLM cannot serve .*sees the first 2 tokens"):
         serving.choose_server(source, "vllm", ADDRESS)
     with pytest.raises(SurgeryError, match="--max-model-len and --eager are for vLLM"):
         serving.choose_server(source, "auto", ADDRESS, ["--enforce-eager"])
@@ -155,7 +156,7 @@ def test_the_words_behind_two_dashes_reach_vllm_as_they_are(out, both):
     launch = serving.choose_server(source, "auto", ADDRESS, [], words)
     assert launch.command[-len(words) :] == words  # the user's words come last, so they count
     assert "--enforce-eager" not in launch.command
-    source = open_converted_checkpoint(str(out / "window"))
+    source = open_converted_checkpoint(str(out / "sinks"))
     with pytest.raises(SurgeryError, match="options behind `--`, and `transformers serve` serves"):
         serving.choose_server(source, "auto", ADDRESS, [], words)
 

@@ -194,9 +194,13 @@ def compile_local() -> None:
 
 
 def compile_window() -> None:
-    """Compile a decoding step behind a window: log-linear states of the delta rule, and a normalised state."""
+    """Compile a decoding step behind a window: log-linear states of the delta rule, and a normalised state; and the same
+    in the pages of a server.
+    """
     from surgery.mixers import MIXERS, AttentionShape, MixerInputs
+    from surgery.mixers.linear import step_in_pool
     from surgery.mixers.linear_config import LinearAttention
+    from surgery.vllm.mixer_state import StateLayout
 
     shape = AttentionShape(256, 8, 2, 64, 64, 0.125)
     configs = (
@@ -211,7 +215,11 @@ def compile_window() -> None:
             state.tensors[name] = t.bfloat16() if waits else t
         sizes = (8, 1, 64), (2, 1, 64), (2, 1, 64), (1, 256)
         with torch.no_grad():
-            mixer.mix(MixerInputs(*(torch.randn(1, *size, dtype=torch.bfloat16) for size in sizes)), state)
+            inputs = MixerInputs(*(torch.randn(1, *size, dtype=torch.bfloat16) for size in sizes))
+            mixer.mix(inputs, state)
+            layout, zero_B = StateLayout(mixer, 4096), torch.zeros(1, dtype=torch.int32)
+            pool = layout.views(torch.zeros(1, layout.size))
+            step_in_pool(inputs.q_BHTK, mixer, inputs, zero_B, pool, zero_B)
 
 
 def compile_features() -> None:

@@ -612,37 +612,49 @@ WINDOW_STEPS = {
 }
 
 
+def step_rows(mixer: Any, B: int, shape: Any, dtype: torch.dtype) -> Leaves:
+    """Draw tokens and states of a step behind a window, at all positions around its end."""
+    window, sinks = mixer.config.window, mixer.config.sinks
+    rows = inputs_of(B, 1, shape, dtype)
+    rows["seen"] = (7 * torch.arange(B, device=DEVICE) + 5) % (window + sinks + 16)
+    for name, t in mixer.empty_state(1, DEVICE).tensors.items():
+        waits = name in ("ring.k", "ring.v", "sink.k", "sink.v")
+        rows[name] = normal(B, *t.shape[1:], dtype=dtype if waits else F32)
+    for name in {"ring.gate", "ring.beta"} & set(rows):
+        rows[name] = rows[name].sigmoid() - float(name == "ring.gate")
+    come_BS = (torch.arange(sinks, device=DEVICE) < rows["seen"].unsqueeze(1))[..., None, None]
+    rows |= {name: rows[name] * come_BS for name in ("sink.k", "sink.v") if name in rows}
+    if "mask.buckets" in rows:
+        far = (rows["seen"] - window - sinks).clamp_min(0)
+        full_BL = (far.unsqueeze(1) >> torch.arange(4, device=DEVICE)) & 1
+        rows["mask.buckets"] = normal(B, 4, *rows["mask.buckets"].shape[2:]) * full_BL[..., None, None, None]
+    if "mask.sum" in rows:
+        rows["mask.sum"] *= ((rows["seen"] > window + sinks).float())[:, None, None, None, None]
+    if mixer.config.normalise:
+        rows["mask.sum"].abs_()
+    return rows
+
+
+LOLCATS = {"mask": "ones", "features": "hedgehog", "normalise": True}
+STEP_OPTIONS = [
+    *({"mask": mask, "scores": scores} for mask in ("gates", "hierarchical") for scores in ("kernel", "delta")),
+    {"mask": "hierarchical", "scores": "delta", "states": "per_head"},
+    LOLCATS,
+]
+
+
 @cases("window_step")
 def _(grid: str) -> Iterator[Case]:
-    """Yield steps of `one_token` behind a window, at all positions around its end, some rows without a token."""
+    """Yield steps of `one_token` behind a window, some rows without a token."""
     from surgery.mixers.base import AttentionShape, MixerInputs, MixerState
     from surgery.mixers.linear_config import LinearAttention
 
-    lolcats = {"mask": "ones", "features": "hedgehog", "normalise": True}
-    options = [{"mask": mask, "scores": scores} for mask in ("gates", "hierarchical") for scores in ("kernel", "delta")]
-    options += [{"mask": "hierarchical", "scores": "delta", "states": "per_head"}, lolcats]
     for B, heads, groups, K, V, window, sinks, dtype in sizes_of(WINDOW_STEPS, grid):
         shape = AttentionShape(dim=64, heads=heads, groups=groups, key=K, value=V, scaling=K**-0.5)
-        for option in options:
+        for option in STEP_OPTIONS:
             mixer = mixer_of(LinearAttention(**option, window=window, sinks=sinks), shape)
-            at, rows = of_mixer(mixer), inputs_of(B, 1, shape, dtype)
-            rows["seen"] = (7 * torch.arange(B, device=DEVICE) + 5) % (window + sinks + 16)
+            at, rows = of_mixer(mixer), step_rows(mixer, B, shape, dtype)
             rows["valid"] = (torch.arange(B, device=DEVICE) % 5 != 4).unsqueeze(1)
-            for name, t in mixer.empty_state(1, DEVICE).tensors.items():
-                waits = name in ("ring.k", "ring.v", "sink.k", "sink.v")
-                rows[name] = normal(B, *t.shape[1:], dtype=dtype if waits else F32)
-            for name in {"ring.gate", "ring.beta"} & set(rows):
-                rows[name] = rows[name].sigmoid() - float(name == "ring.gate")
-            come_BS = (torch.arange(sinks, device=DEVICE) < rows["seen"].unsqueeze(1))[..., None, None]
-            rows |= {name: rows[name] * come_BS for name in ("sink.k", "sink.v")}
-            if "mask.buckets" in rows:
-                far = (rows["seen"] - window - sinks).clamp_min(0)
-                full_BL = (far.unsqueeze(1) >> torch.arange(4, device=DEVICE)) & 1
-                rows["mask.buckets"] = normal(B, 4, *rows["mask.buckets"].shape[2:]) * full_BL[..., None, None, None]
-            if "mask.sum" in rows:
-                rows["mask.sum"] *= ((rows["seen"] > window + sinks).float())[:, None, None, None, None]
-            if option is lolcats:
-                rows["mask.sum"].abs_()
             names = [name for name in rows if "." in name]
 
             def call(x: Leaves, at: Any = at, names: Any = names, bound: int = window + sinks + 15) -> list[Any]:
@@ -653,6 +665,72 @@ def _(grid: str) -> Iterator[Case]:
 
             name = f"{B} rows, {heads} heads on {groups} of {K} x {V}, window {window}, {sinks} sinks, {option}"
             yield Case(name, dtype, B * groups, rows, call, names=("one_token",), gradients=False)
+
+
+# Longest sequences of 4 buckets behind a window; without one 15 tokens fill them.
+PAGED_STEPS = {
+    "full": [
+        (64, 32, 8, 64, 64, 64, 4, BF16),
+        (9000, 4, 2, 24, 17, 0, 0, F32),
+        (256, 32, 8, 128, 128, 64, 4, BF16),
+        (64, 9, 3, 64, 64, 0, 0, BF16),
+    ],
+    "reduced": [(300, 4, 2, 24, 17, 5, 2, F32), (40, 8, 2, 64, 64, 0, 0, BF16)],
+    "tiny": [(3, 4, 2, 24, 17, 5, 2, F32), (3, 4, 2, 24, 17, 0, 0, F32)],
+}
+
+
+@cases("paged_step")
+def _(grid: str) -> Iterator[Case]:
+    """Yield steps in place in pages out of order, which hold NaN where a sequence has not written; some rows are
+    padding."""
+    from surgery.mixers.base import AttentionShape, MixerInputs, MixerState
+    from surgery.mixers.linear import one_token, step_in_pool
+    from surgery.mixers.linear_config import LinearAttention
+    from surgery.vllm.mixer_state import StateLayout
+
+    for B, heads, groups, K, V, window, sinks, dtype in sizes_of(PAGED_STEPS, grid):
+        shape = AttentionShape(dim=64, heads=heads, groups=groups, key=K, value=V, scaling=K**-0.5)
+        for option in STEP_OPTIONS:
+            mixer = mixer_of(LinearAttention(**option, window=window, sinks=sinks), shape)
+            at, rows, longest = of_mixer(mixer), step_rows(mixer, B, shape, dtype), window + sinks + 15
+            names = [name for name in rows if "." in name]
+            rows["seen"] = (rows["seen"] % longest).where(torch.arange(B, device=DEVICE) % 5 != 4, -1)
+            layout = StateLayout(mixer, longest)
+
+            def finish(out: Any, after: Any, x: Leaves, names: Any = names, layout: Any = layout) -> list[Any]:
+                """Return the output and what the sequences have written of their states; zeros for padding."""
+                real, outs = x["seen"] >= 0, [out.masked_fill((x["seen"] < 0)[:, None, None, None], 0)]
+                for name in names:
+                    t = after[name]
+                    written = layout.is_written(name, t, x["seen"] + 1) & real.view(-1, *[1] * (t.dim() - 1))
+                    outs.append(t.masked_fill(~written, 0))
+                return outs
+
+            def call(
+                x: Leaves, at: Any = at, names: Any = names, finish: Any = finish, most: int = longest - 1
+            ) -> list[Any]:
+                inputs = MixerInputs(x["q"], x["k"], x["v"], x["x"])
+                state = MixerState(x["seen"].clamp_min(0), {name: x[name] for name in names}, most)
+                out, after = one_token.reference(x["q"], at(x["q"]), inputs, state)
+                return finish(out, after.tensors, x)
+
+            def kernel(
+                x: Leaves, at: Any = at, names: Any = names, finish: Any = finish, layout: Any = layout
+            ) -> list[Any]:
+                rows, seen = len(x["seen"]), x["seen"]
+                cache = torch.full((rows + 3, layout.size), torch.nan, device=DEVICE)
+                page_B = torch.randperm(rows + 3, generator=torch.Generator().manual_seed(0))[:rows].to(DEVICE)
+                pool = layout.views(cache)
+                for name in names:
+                    pool[name][page_B] = x[name].float().masked_fill(~layout.is_written(name, x[name], seen), torch.nan)
+                given = MixerInputs(x["q"], x["k"], x["v"], x["x"])
+                number_B = page_B.where(seen >= 0, -1).int()
+                out = step_in_pool(x["q"], at(x["q"]), given, seen.int(), pool, number_B)
+                return finish(out, {name: pool[name][page_B] for name in names}, x)
+
+            name = f"{B} rows, {heads} heads on {groups} of {K} x {V}, window {window}, {sinks} sinks, {option}"
+            yield Case(name, dtype, B * groups, rows, call, kernel=kernel, names=("step_in_pool",), gradients=False)
 
 
 PAPER = (32, 8, 6, 4, 4, 4, 4, 2)

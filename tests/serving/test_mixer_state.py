@@ -146,8 +146,13 @@ def test_the_state_of_log_linear_attention_grows_by_one_sum_for_each_doubling():
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"mixer": "window"}, "mixer 'window' keeps keys or scores of its own"),
-        ({"mixer": "mlr", "ranks": [4, 4], "extents": [8]}, "mixer 'mlr' keeps keys"),
+        ({"mixer": "window", "sinks": 4}, "sees the first 4 tokens besides the last 256"),
+        (
+            {"mixer": "mlr", "ranks": [4, 4], "extents": [8]},
+            "mixer 'mlr' combines scores of 2 levels.*lacks two things",
+        ),
+        ({"mixer": "global_window", "ranks": [4, 4]}, "mixer 'global_window' combines scores of 2 levels"),
+        ({"mixer": "bilinear_btt", "rank": 1}, "mixer 'bilinear_btt' scores hidden states by matrices of its own"),
         ({"mixer": "linear", "mask": "toeplitz"}, "state of mask 'toeplitz' grows"),
         ({"mixer": "linear", "mask": "blocks"}, "state of mask 'blocks' grows"),
         ({"mixer": "linear", "mask": "fourier"}, "state of mask 'fourier' grows"),

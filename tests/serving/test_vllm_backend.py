@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 from serving.engines import engine, generate, needs_vllm
 
@@ -16,6 +19,7 @@ def test_buffers_keep_their_address_and_mark_padding():
     starts = torch.tensor([0, 1, 4, 5, 5])
     rows, seen = builder.fill_buffers(torch.tensor([7, 3, 5, 9]), torch.tensor([10, 3, 1, 0]), starts)
     assert rows.tolist() == [7, 3, 5, 0] and seen.tolist() == [9, 0, 0, -1]
+    assert builder.rows_R.tolist() == [7, 3, 5, 0, 0, 0, 0, 0] and builder.seen_R.tolist() == [9, 0, 0, *[-1] * 5]
     again = builder.fill_buffers(torch.tensor([2]), torch.tensor([4]), torch.tensor([0, 1]))
     assert [t.data_ptr() for t in again] == [rows.data_ptr(), seen.data_ptr()]
     assert again[0].tolist() == [2] and again[1].tolist() == [3]
@@ -43,9 +47,27 @@ def test_layers_of_an_engine_get_lengths_from_the_cpu_and_rows_at_one_address(hy
     assert any(batch.decodes == 2 for batch, _ in batches)
 
 
-def test_whole_decoding_steps_are_not_captured():
-    from vllm.v1.attention.backend import AttentionCGSupport
+class Layer:
+    def __init__(self, steps_in_place: bool):
+        self.steps_in_place = steps_in_place
 
+
+@pytest.mark.parametrize(
+    ("layers", "support"),
+    [
+        ([Layer(True), object(), Layer(True)], "UNIFORM_SINGLE_TOKEN_DECODE"),
+        ([Layer(True), Layer(False), object()], "NEVER"),
+    ],
+)
+def test_whole_decoding_steps_are_captured_where_a_kernel_computes_every_mixer(layers, support):
     from surgery.vllm.backend import MixerMetadataBuilder
 
-    assert MixerMetadataBuilder._cudagraph_support == AttentionCGSupport.NEVER
+    compilation = SimpleNamespace(static_forward_context=dict(enumerate(layers)))
+    config = SimpleNamespace(compilation_config=compilation)
+    assert MixerMetadataBuilder.get_cudagraph_support(config, None).name == support
+
+
+def test_without_a_gpu_no_kernel_computes_a_mixer(hybrid):
+    with engine(hybrid) as llm:
+        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+        assert [layer.steps_in_place for layer in layers if hasattr(layer, "steps_in_place")] == [False, False]

@@ -4,6 +4,8 @@ and compiled.
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -87,7 +89,7 @@ def test_speculation_is_refused(hybrid):
 @pytest.mark.parametrize(
     "mixer",
     [
-        {"mixer": "window", "window": 8},
+        {"mixer": "window", "window": 8, "sinks": 2},
         {"mixer": "linear", "mask": "toeplitz"},
         {"mixer": "mlr", "ranks": [16, 8, 8], "extents": [64, 16]},
         {
@@ -100,10 +102,57 @@ def test_speculation_is_refused(hybrid):
     ],
     ids=str,
 )
-def test_states_that_grow_are_refused(mixer, source, tmp_path):
+def test_mixers_without_a_cache_in_vllm_are_refused(mixer, source, tmp_path):
     out = apart(converted, source, tmp_path / "OUT", structure="dense", attention=mixer)
-    with pytest.raises(Exception, match=r"keeps keys or scores of its own|grows with the context"), engine(out):
+    with (
+        pytest.raises(Exception, match=r"sees the first 2 tokens|combines scores of|grows with the context"),
+        engine(out),
+    ):
         pass
+
+
+WINDOWS = {"alternating": {"hybrid": {"softmax": 0.34, "choose_by": "every"}}, "everywhere": {}}
+
+
+@pytest.fixture(scope="module", params=WINDOWS)
+def windows(request, source, tmp_path_factory) -> Path:
+    """Windows of 24 tokens in two of three layers, or in all of them, and BTT linears."""
+    attention = {"mixer": "window", "window": 24, **WINDOWS[request.param]}
+    out = tmp_path_factory.mktemp("windows") / "OUT"
+    return apart(converted, source, out, structure="btt", blocks=[4, 4], attention=attention)
+
+
+def test_windows_are_vllm_s_own(windows):
+    """And the last tokens of a window count: prompts of one window, one token more and many."""
+    prompts = [prompt for n in (24, 25, 120) for prompt in ragged_prompts(2, longest=n)]
+    with engine(windows, max_num_batched_tokens=48, max_num_seqs=4) as llm:
+        config = llm.llm_engine.vllm_config
+        assert config.model_config.architecture == "SurgeryWindowForCausalLM"
+        layers = config.compilation_config.static_forward_context.values()
+        found = [layer.sliding_window for layer in layers if hasattr(layer, "sliding_window")]
+        assert len(found) == 3 and found.count(24) in (2, 3)
+        check_equal(generate(llm, prompts, TOKENS), apart(expected, windows, prompts, TOKENS))
+
+
+def test_cached_prefixes_of_windows_are_exact(windows):
+    prompts = ragged_prompts(**LONG)
+    wanted = apart(expected, windows, prompts, TOKENS)
+    with engine(windows, enable_prefix_caching=True) as llm:
+        check_equal(generate(llm, prompts, TOKENS), wanted)
+        check_equal(generate(llm, prompts, TOKENS), wanted)
+
+
+def test_states_and_windows_in_one_model(hybrid, tmp_path):
+    """The hybrid with a window in its softmax layer, which has no tensors."""
+    out = shutil.copytree(hybrid, tmp_path / "OUT")
+    config = json.loads((out / "config.json").read_text())
+    mixers = config["quantization_config"]["mixers"]
+    (path,) = {f"model.layers.{i}.self_attn" for i in range(3)} - set(mixers)
+    mixers[path] = {"mixer": "window", "window": 24}
+    (out / "config.json").write_text(json.dumps(config))
+    prompts = ragged_prompts()
+    with engine(out, max_num_batched_tokens=48, max_num_seqs=4) as llm:
+        check_equal(generate(llm, prompts, TOKENS), apart(expected, out, prompts, TOKENS))
 
 
 @pytest.mark.slow
