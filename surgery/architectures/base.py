@@ -166,10 +166,11 @@ class Architecture:
                         residual = last if role in ("output", "down") else ""
                         entries.append((_join(sublayer, path), (f"{kind}.{role}",), None, residual))
         residual = self.residual_attention[0] if self.residual_attention else ""
-        for role in ("qkv", "gate", "output") if self.linear else ():
-            for path in filter(None, getattr(self.linear, role).split("|")):
-                entry = (_join(self.linear.path, path), (f"linear.{role}",), None)
-                entries.append((*entry, residual if role == "output" else ""))
+        if (native := self.linear) is not None:
+            for role, paths in (("qkv", native.qkv), ("gate", native.gate), ("output", native.output)):
+                for path in filter(None, paths.split("|")):
+                    last = residual if role == "output" else ""
+                    entries.append((_join(native.path, path), (f"linear.{role}",), None, last))
         return entries
 
 

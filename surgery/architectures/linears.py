@@ -111,12 +111,12 @@ def _held_linears(model: Any, linears: list[LinearInfo]) -> dict[str, str]:
     """
     inside = {linear.path for linear in linears if linear.layer}
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    held = {}
+    held: dict[str, str] = {}
     for names in tied.items():
         twins = [name.removesuffix(".weight") for name in names]
         if set(twins) <= inside:
             held |= dict.fromkeys(twins, "layers share them")
-    for path in inside - held.keys():
+    for path in sorted(inside - held.keys()):
         parent, _, name = path.rpartition(".")
         module: nn.Module = model.get_submodule(parent)
         if _reads_weight(type(module), name):
@@ -125,7 +125,7 @@ def _held_linears(model: Any, linears: list[LinearInfo]) -> dict[str, str]:
 
 
 @cache
-def _reads_weight(kind: type[nn.Module], name: str) -> bool:
+def _reads_weight(kind: Any, name: str) -> bool:
     """Return whether a class of transformers computes with `self.NAME.weight` itself."""
     if not kind.__module__.startswith("transformers.models."):
         return False

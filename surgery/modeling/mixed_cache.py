@@ -16,7 +16,7 @@ from surgery.modeling.cache import MixerCacheLayer
 STATE = tuple(name for name in vars(LinearAttentionLayer()) if name != "record_past")  # attributes of the library's
 
 
-class MixedCacheLayer(MixerCacheLayer, LinearAttentionLayer):
+class MixedCacheLayer(MixerCacheLayer, LinearAttentionLayer):  # type: ignore[override]
     """A mixer's layer that takes over the convolution and recurrent states of the library's layer `beside`.
 
     Tokens cannot be removed: a recurrent state of the library does not go back.
@@ -33,7 +33,7 @@ class MixedCacheLayer(MixerCacheLayer, LinearAttentionLayer):
         """Return False."""
         return False
 
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Allocate the states that are named; those of the mixer are created at the first tokens."""
         if kwargs:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
