@@ -40,6 +40,7 @@ from surgery.eval.speed.generation import (
     synchronized_time,
 )
 from surgery.eval.speed.model import ORIGINAL, SHAPES, WITHOUT_CUDNN, allow_cudnn, make_model
+from surgery.eval.speed.selection import is_selected
 from surgery.eval.speed.serve import NO_MEMORY, SAME, continued_rows, save
 from surgery.speculation.bound import weight_bytes
 
@@ -67,8 +68,7 @@ def speed(
 
     Return JSON data, written to `out` after every context. deadline: by time.monotonic(); no context starts after it.
     """
-    words = [word for word in (only or "").lower().split(",") if word]
-    names = [name for name in NAMES if name == ORIGINAL or not words or any(word in name.lower() for word in words)]
+    names = [name for name in NAMES if name == ORIGINAL or is_selected(name, only)]
     result = {
         "kind": "speed",
         "sizes": sizes,

@@ -51,6 +51,7 @@ from surgery.eval.speed.model import (
     make_model,
     replace_linears,
 )
+from surgery.eval.speed.selection import is_selected
 from surgery.mixers.linear_config import LinearAttention
 from surgery.mixers.mlr import MLR
 from surgery.modeling.attention import install
@@ -109,8 +110,7 @@ def serve(
         "shape": SHAPES[sizes],
     }
     result |= {"rows": continued_rows(out, result, is_cell, ("loop", *SAME)), "complete": False}
-    words = [word for word in (only or "").lower().split(",") if word]
-    names = [n for n in model_changes(sizes) if n == ORIGINAL or not words or any(word in n.lower() for word in words)]
+    names = [name for name in model_changes(sizes) if name == ORIGINAL or is_selected(name, only)]
     models: dict[str, ServedModel] = {}
     for context, batch in ((t, b) for t in CONTEXTS[sizes] for b in BATCHES[sizes]):
         here = [row for row in result["rows"] if (row["batch"], row["context"]) == (batch, context)]

@@ -34,6 +34,7 @@ from surgery.eval.speed.model import (
     install_mixers,
     replace_linears,
 )
+from surgery.eval.speed.selection import is_selected
 from surgery.eval.speed.tables import training_line
 from surgery.mixers.linear_config import LinearAttention
 from surgery.structures.btt import BTT
@@ -176,15 +177,7 @@ def select_by_words(only: str | None, pairs: list[tuple[CaseT, str]]) -> list[tu
     """Return the (case, change) whose "case, change" contains one of the words of --only, and no word after a minus
     sign.
     """
-    words = [word for word in (only or "").lower().split(",") if word]
-    without = [word[1:] for word in words if word.startswith("-")]
-    among = [word for word in words if not word.startswith("-")] or [""]
-    names = [f"{case.name}, {change}".lower() for case, change in pairs]
-    return [
-        pair
-        for pair, name in zip(pairs, names)
-        if any(word in name for word in among) and not any(word in name for word in without)
-    ]
+    return [(case, change) for case, change in pairs if is_selected(f"{case.name}, {change}", only)]
 
 
 def measure_rows(

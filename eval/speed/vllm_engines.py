@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +31,9 @@ import torch
 
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.progress import Progress
+from surgery.core.project import install_command
 from surgery.eval.speed.model import SHAPES
+from surgery.eval.speed.selection import is_selected
 from surgery.vllm.versions import installed_version, version_problem
 
 KIND = "vllm"
@@ -86,7 +89,9 @@ def bench_vllm(
     for what, choice, valid in (("--sizes", sizes, tuple(CELLS)), ("--dtype", dtype, DTYPES)):
         if choice not in valid:
             raise SurgeryError(f"{what} {choice!r} is not one of {', '.join(valid)}{suggestion(choice, valid)}")
-    if (problem := version_problem(installed_version())) is not None:
+    missing = find_spec("vllm") is None
+    problem = f"it is not installed ({install_command('vllm')})" if missing else version_problem(installed_version())
+    if problem is not None:
         raise SurgeryError(f"bench vllm measures inside vLLM, which cannot be used here: {problem}")
     progress, started = progress or Progress(), time.monotonic()
     result: dict[str, Any] = {"kind": KIND, "sizes": sizes, "dtype": dtype, "new_tokens": NEW_TOKENS[sizes]}
@@ -120,8 +125,7 @@ def _chosen_folders(
         if not (folder / "config.json").is_file():
             raise SurgeryError(f"--model: {folder} is no checkpoint ({name}: there is no config.json in it)")
     names = list(given) or [ORIGINAL, *RECIPES]
-    words = [word.strip() for word in (only or "").split(",") if word.strip()]
-    chosen = [name for n, name in enumerate(names) if n == 0 or not words or any(word in name for word in words)]
+    chosen = [name for n, name in enumerate(names) if n == 0 or is_selected(name, only)]
     if given:
         return {name: given[name] for name in chosen}
     return write_random_models(chosen, sizes, dtype, scratch, progress)

@@ -118,9 +118,9 @@ def _held_linears(model: Any, linears: list[LinearInfo]) -> dict[str, str]:
             held |= dict.fromkeys(twins, "layers share them")
     for path in sorted(inside - held.keys()):
         parent, _, name = path.rpartition(".")
-        module: Any = model.get_submodule(parent)
-        if _reads_weight(type(module), name):
-            held[path] = f"{type(module).__name__} reads their weights without calling them"
+        kind: Any = type(model.get_submodule(parent))
+        if _reads_weight(kind, name):
+            held[path] = f"{kind.__name__} reads their weights without calling them"
     return held
 
 
