@@ -166,7 +166,9 @@ def launch_step(
     held, buckets, new_buckets = writable_tensors(mixer, state, after)
     seen_B = torch.empty_like(state.seen_B)
     count_B = None if inputs.valid_BT is None else inputs.valid_BT[:, 0]
-    out_BHV = _launch_on(mixer, tokens, held, (buckets, new_buckets), (state.seen_B, seen_B, count_B), None, dtype)
+    out_BHV = _launch_on(
+        mixer, tokens, held, (buckets, new_buckets), (state.seen_B, seen_B, count_B), page_B=None, dtype=dtype
+    )
     held |= {**tokens.others, states_name(mixer): new_buckets}
     return out_BHV, MixerState(seen_B, {name: held[name] for name in state.tensors}, max_seen)
 
@@ -177,6 +179,7 @@ def _launch_on(
     held: Tensors,
     states: tuple[Tensor, Tensor],
     seen: tuple[Tensor, Tensor, Tensor | None],
+    *,
     page_B: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -394,5 +397,7 @@ def step_in_pages(
         tokens = prepare_tokens(mixer, inputs, MixerState(seen_B, pool), page_B)
         states = pool[states_name(mixer)]
         working = torch.float32 if _has_finish(mixer) else dtype
-        out_BHV = _launch_on(mixer, tokens, pool, (states, states), (seen_B, seen_B, None), page_B, working)
+        out_BHV = _launch_on(
+            mixer, tokens, pool, (states, states), (seen_B, seen_B, None), page_B=page_B, dtype=working
+        )
         return finish_outputs(mixer, out_BHV, tokens.x, dtype, (seen_B >= 0).unsqueeze(1))

@@ -8,6 +8,8 @@ https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/core_m
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +19,6 @@ from torch import Tensor, nn
 
 from surgery.architectures.expert_layout import file_names
 from surgery.architectures.experts import RoutedExperts, split_experts
-from surgery.checkpoint.config_object import config_object
 from surgery.checkpoint.model_classes import build_on_meta, class_of_tensors, model_class
 from surgery.checkpoint.safetensors_io import TensorInfo, read_tensor
 from surgery.checkpoint.source import CheckpointSource
@@ -30,6 +31,8 @@ from surgery.checkpoint.tensor_names import (
 )
 from surgery.core.environment import check_environment
 from surgery.core.errors import SurgeryError
+
+SPECIAL_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class MetaModel:
@@ -133,6 +136,22 @@ def set_module_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
         module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
     else:
         module._buffers[leaf] = tensor
+
+
+def config_object(config_type: type[Any], config: dict[str, Any]) -> Any:
+    """Return an object of a transformers config class with the values of a config.json, which is not changed.
+
+    transformers writes infinity and NaN as {"__float__": "Infinity"}, and reads that from files only.
+    """
+    return config_type.from_dict(_decode(copy.deepcopy(config)))
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, dict):
+        if set(value) == {"__float__"} and isinstance(tag := value["__float__"], str) and tag in SPECIAL_FLOATS:
+            return SPECIAL_FLOATS[tag]
+        return {key: _decode(entry) for key, entry in value.items()}
+    return [_decode(entry) for entry in value] if isinstance(value, list) else value
 
 
 def load_config(source: CheckpointSource, trust_remote_code: bool) -> Any:

@@ -17,8 +17,7 @@ from surgery.architectures.base import Architecture
 from surgery.architectures.experts import split_experts
 from surgery.architectures.linears import LinearInfo, find_linears
 from surgery.architectures.towers import text_architecture
-from surgery.checkpoint.config_object import config_object
-from surgery.checkpoint.meta_model import MetaModel
+from surgery.checkpoint.meta_model import MetaModel, config_object
 from surgery.checkpoint.model_classes import build_on_meta, model_class
 from surgery.core.errors import SurgeryError
 

@@ -8,8 +8,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from surgery.checkpoint.config_object import config_object
-from surgery.checkpoint.meta_model import MetaModel
+from surgery.checkpoint.meta_model import MetaModel, config_object
 from surgery.checkpoint.pruned_sizes import with_pruned_sizes
 from surgery.checkpoint.safetensors_io import TensorInfo, TensorSource, file_digest, read_header, write_shard
 from surgery.checkpoint.source import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, CheckpointSource

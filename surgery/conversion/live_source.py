@@ -24,8 +24,7 @@ from surgery.architectures.experts import split_experts
 from surgery.architectures.positions import longest_input
 from surgery.calibration.data import CalibrationSet, align_left, check_model_inputs, read_labels
 from surgery.calibration.layer_runner import LayerRunner
-from surgery.checkpoint.config_object import config_object
-from surgery.checkpoint.meta_model import MetaModel, split_stored_experts
+from surgery.checkpoint.meta_model import MetaModel, config_object, split_stored_experts
 from surgery.checkpoint.model_classes import build_on_meta
 from surgery.checkpoint.safetensors_io import TensorInfo
 from surgery.checkpoint.source import CheckpointSource

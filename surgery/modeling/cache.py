@@ -22,12 +22,12 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache, LinearAttentionLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from surgery.core.errors import SurgeryError
@@ -37,6 +37,7 @@ from surgery.mixers.common.kv_layout import drop_later_slots
 # The argument of a model's forward that takes the cache, and the field of its output that returns it: past_key_values
 # until transformers 5.23.
 CACHE_NAME = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+RECURRENT_STATE = tuple(name for name in vars(LinearAttentionLayer()) if name != "record_past")  # its attributes
 MAX_RECORDED = 64  # tokens that can always be removed while past recording is on, unless a draft is longer
 
 
@@ -261,6 +262,74 @@ class MixerCacheLayer(CacheLayerMixin):
         return twin
 
 
+class MixedCacheLayer(MixerCacheLayer, LinearAttentionLayer):  # type: ignore[override]
+    """A mixer's layer that takes over the convolution and recurrent states of the library's layer `beside` (Falcon-H1:
+    softmax attention and Mamba-2 in one layer).
+
+    Tokens cannot be removed: a recurrent state of the library does not go back.
+    """
+
+    def __init__(self, beside: Any):
+        CacheLayerMixin.__init__(self)
+        MixerCacheLayer.__init__(self)
+        for name in RECURRENT_STATE:
+            setattr(self, name, getattr(beside, name))
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Return False."""
+        return False
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate the states that are named; those of the mixer are created at the first tokens."""
+        if kwargs:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def activate_past_recording(self) -> None:
+        """Raise SurgeryError, see `crop`."""
+        self._refuse()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raise SurgeryError."""
+        self._refuse()
+
+    def hold(self) -> NoReturn:
+        """Raise SurgeryError, see `crop`."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise SurgeryError(
+            "tokens cannot be removed from the cache of a layer that holds a recurrent state of transformers beside a "
+            "mixer (Falcon-H1): generate without an assistant and without drafts"
+        )
+
+    def reset(self) -> None:
+        """Empty the layer."""
+        MixerCacheLayer.reset(self)
+        LinearAttentionLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Select rows of both states, for beam search."""
+        MixerCacheLayer.reorder_cache(self, beam_idx)
+        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
+
+    def offload(self) -> None:
+        """Move both states to the CPU."""
+        MixerCacheLayer.offload(self)
+        LinearAttentionLayer.offload(self)
+
+    def prefetch(self) -> None:
+        """Move the library's states back; the mixer moves its own."""
+        LinearAttentionLayer.prefetch(self)
+
+    def nbytes(self) -> int:
+        """Return the size of both states in bytes."""
+        held: list[Any] = []
+        for states in (self.conv_states, self.recurrent_states):
+            held += states.values() if isinstance(states, dict) else [states]  # a tensor before transformers 5.20
+        return MixerCacheLayer.nbytes(self) + sum(t.nbytes for t in held if isinstance(t, Tensor))
+
+
 def _mix_eager(mixer: Mixer, inputs: MixerInputs, state: MixerState) -> tuple[Tensor, MixerState]:
     out, after = mixer(inputs, state)
     assert after is not None
@@ -323,17 +392,10 @@ def mixer_cache_layer(cache: Any, index: int) -> MixerCacheLayer:
             f"layer {index} of this cache holds keys and values of {int(layer.get_seq_length())} tokens, which a mixer "
             "cannot take over (another model's cache, or prefix tuning); start from an empty cache"
         )
-    cache.layers[index] = ours = _beside(layer) if hasattr(layer, "recurrent_states") else MixerCacheLayer()
+    cache.layers[index] = ours = MixedCacheLayer(layer) if hasattr(layer, "recurrent_states") else MixerCacheLayer()
     ours.record_past = getattr(layer, "record_past", False)
     _find_static_layers(cache.layers)
     return ours
-
-
-def _beside(layer: Any) -> MixerCacheLayer:
-    """Return a mixer's layer that keeps the recurrent state of this one."""
-    from surgery.modeling.mixed_cache import MixedCacheLayer
-
-    return MixedCacheLayer(layer)
 
 
 def _find_static_layers(layers: list[Any]) -> None:

@@ -10,9 +10,9 @@ from helpers.tiny_families import TINY_FAMILIES
 
 import surgery
 from surgery.architectures.linears import find_linears
-from surgery.checkpoint.config_object import config_object
+from surgery.checkpoint.meta_model import config_object
 from surgery.core.errors import SurgeryError
-from surgery.modeling.mixed_cache import MixedCacheLayer
+from surgery.modeling.cache import MixedCacheLayer
 
 MAMBA2 = ["mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"]
 

@@ -179,7 +179,7 @@ def test_the_mixer_cached_is_the_mixer_by_its_definition(padded, examples):
     stored = sum(t[0].numel() for t in state.tensors.values())
     cost = type(mixer).cost(config, mixer.shape, 11)
     assert (cost.cache, cost.params) == (stored, sum(p.numel() for p in mixer.parameters()))
-    with pytest.raises(SurgeryError, match="vLLM has no cache"):
+    with pytest.raises(SurgeryError, match="vLLM has neither a cache nor an attention kernel"):
         check_mixer(config, "here")
 
 

@@ -106,6 +106,17 @@ def test_families_with_windows_and_other_positions(family):
 
 
 REFUSED = {"qwen3_5", "qwen3_next", "qwen3_5_moe", "llama4", "lfm2", "bloom", "falcon-alibi", "t5"}
+REFUSED |= {
+    "mamba",
+    "falcon_mamba",
+    "mamba2",
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "nemotron_h",
+    "zamba2",
+    "jamba",
+}
 FAMILIES = [
     pytest.param(name, marks=() if family.in_ci else pytest.mark.slow)
     for name, family in TINY_FAMILIES.items()
