@@ -168,6 +168,7 @@ OPTIONS = [
     *({"mask": "ones", "features": name, "normalise": True} for name in FEATURES.names() if name != "identity"),
     {"convolution": 3, "output_gate": "value", "norm": "rms", "rope": "drop"},
     {"window": 5, "sinks": 1, "scores": "delta"},
+    {"mask": "ones", "scores": "delta", "negative_eigenvalues": True},
 ]
 
 
