@@ -1,5 +1,5 @@
-"""Shipped recipes that are a paper's layer, against the formula of the paper in float64, and the table of docs/attention.md
-that says which recipes are.
+"""Shipped recipes that are a paper's layer, against the formula of the paper in float64, and the tables of the docs that
+say which recipes are.
 
 One row of random tokens, two query heads that share a key/value head of 64 dims. Oracles call no mixer and no mask.
 """
@@ -20,7 +20,7 @@ from surgery.mixers import MIXERS, AttentionShape, Mixer, MixerInputs
 from surgery.mixers.linear import l2_normalize
 from surgery.planning.recipe import load_recipe, shipped_recipes
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "attention.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 HEADS, KEY, VALUE, DIM = 2, 64, 3, 8
 SHAPE = AttentionShape(dim=DIM, heads=HEADS, groups=1, key=KEY, value=VALUE, scaling=KEY**-0.5)
 
@@ -146,29 +146,35 @@ def test_nested_mlr_attention():
     check("mlr-nested", length, score_HTT.softmax(-1) @ inputs.v_BGTV[0])
 
 
-# -- the table of docs/attention.md ----------------------------------------------------------------
-def table_rows() -> list[list[str]]:
-    text = PAGE.read_text(encoding="utf-8").split("<!-- layers -->")[1].split("<!-- /layers -->")[0]
+# -- the tables of docs/attention.md and docs/structures.md ------------------------------------------
+def table_rows(page: str) -> list[list[str]]:
+    text = (DOCS / page).read_text(encoding="utf-8").split("<!-- layers -->")[1].split("<!-- /layers -->")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.strip().splitlines()]
     assert rows[0] == ["recipe", "paper, section", "exactly?", "differences"]
     return rows[2:]
 
 
-def test_each_attention_recipe_has_a_row():
-    named = [name for cells in table_rows() for name in re.findall(r"`([^`]+)`", cells[0]) if " " not in name]
-    assert len(named) == len(set(named))
-    assert set(named) == {name for name in shipped_recipes() if load_recipe(name).attention is not None}
+def codes(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
 
 
-@pytest.mark.parametrize("cells", table_rows(), ids=lambda cells: cells[0])
-def test_a_row_of_the_table_is_what_the_recipe_says(cells):
-    """Recipes and the overrides of a row are valid, and what is a paper's layer has no softmax window beside it."""
+def test_each_recipe_has_a_row():
+    for page, attention in (("attention.md", True), ("structures.md", False)):
+        named = [name for cells in table_rows(page) for name in codes(cells[0]) if " " not in name]
+        recipes = [name for name in shipped_recipes() if (load_recipe(name).attention is not None) is attention]
+        assert sorted(named) == sorted(recipes)
+
+
+@pytest.mark.parametrize("cells", table_rows("attention.md") + table_rows("structures.md"), ids=lambda cells: cells[0])
+def test_a_row_is_what_the_recipe_says(cells):
+    """Overrides of a row are valid, and what is a paper's layer has no softmax window beside it."""
     answer = cells[2].partition(",")[0]
-    assert answer in ("yes", "no") and (answer == "yes" or cells[3])
-    for text in re.findall(r"`([^`]+)`", cells[0]):
-        name, *words = shlex.split(text)
+    assert answer in ("yes", "no")
+    settings = [text.replace("=T", "=512") for text in codes(cells[3]) if "=" in text and " " not in text.split("=")[0]]
+    for command in codes(cells[0]):
+        name, *words = shlex.split(command)
         overrides = words[1::2]
-        settings = [setting.replace("=T", "=512") for setting in re.findall(r"`(attention[\w.]+=[^`]+)`", cells[3])]
         assert words[::2] == ["--set"] * len(overrides)
-        assert mixer_of(name, *overrides, *settings)
-        assert answer == "no" or not getattr(mixer_of(name, *overrides).config, "window", 0)
+        if load_recipe(name, [*overrides, *settings]).attention is not None:
+            assert mixer_of(name, *overrides, *settings)
+            assert answer == "no" or not getattr(mixer_of(name, *overrides).config, "window", 0)
