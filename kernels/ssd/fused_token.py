@@ -1,7 +1,7 @@
 """One token through a linear mixer in two launches: projections of the hidden states, then the states
 (kernels/ssd/recurrent.py).
 
-    gate = -exp(A) softplus(W x + b)      beta = sigmoid(W x + b)      lambda = softplus(W x + b), of the levels in use
+    gate = -exp(A) softplus(W x + b)      beta = DELTA sigmoid(W x + b)      lambda = softplus(W x + b), of the levels in use
 
 For gated and log-linear masks on plain q, k, v: no feature map, convolution, window, norm or output gate. The cost of a
 decoding step is its launches; torch needs about forty for the same step.
@@ -70,8 +70,8 @@ def signals(
     Grid: (blocks of B rows, blocks of N rows of W).
 
     rate, beta, level and their biases: weights (G or H x L, D). GATE: 0 no gates, 1 the constant -exp(scale), 2 the
-    formula of this module. DELTA, LEVELS: whether there are betas and lambdas. The arguments are flat because
-    torch.compile traces this launch.
+    formula of this module. DELTA: upper bound of the betas, 1 or 2; 0 without betas. LEVELS: whether there are lambdas.
+    The arguments are flat because torch.compile traces this launch.
     """
     program = tl.program_id(1)
     b_B = (tl.program_id(0) * B + tl.arange(0, B)).to(tl.int64)
@@ -89,6 +89,8 @@ def signals(
         tl.store(gates_BG + to_NB, gate_NB, mask=put_NB)
         if DELTA:
             beta_NB = tl.sigmoid(affine_rows(x, beta, beta_bias, n_N, ok_N, b_B, ok_B, x_b, D, BD, N, B))
+            if DELTA == 2:
+                beta_NB *= 2
             tl.store(betas_BG + to_NB, beta_NB, mask=put_NB)
     elif LEVELS:
         blocks = (used + N - 1) // N
@@ -134,13 +136,14 @@ def project_signals(mixer: LinearMixer, x_BD: Tensor, used: int) -> tuple[Tensor
         mixer.beta_proj,
         None if tree is None else tree.level,
     )
+    delta = 0 if mixer.beta_proj is None else mixer.config.largest_step
     pairs = [(x_BD, x_BD) if linear is None else (linear.weight, linear.bias) for linear in linears]
     rows = min(8, triton.next_power_of_2(batch))
     programs = triton.cdiv(groups, ROWS_PER_PROGRAM) + (heads * triton.cdiv(used, ROWS_PER_PROGRAM) if tree else 0)
     signals[(triton.cdiv(batch, rows), programs)](
         x_BD, *pairs[0], scale, *pairs[1], *pairs[2], gates, betas, levels, batch, used, x_BD.stride(0), D=dim, G=groups,
-        H=heads, L=lambdas, GATE=GATES[type(inner)], DELTA=mixer.beta_proj is not None, LEVELS=tree is not None,
-        N=ROWS_PER_PROGRAM, B=rows, BD=max(16, min(ROW_ELEMENTS // rows, triton.next_power_of_2(dim))), num_warps=4,
+        H=heads, L=lambdas, GATE=GATES[type(inner)], DELTA=delta, LEVELS=tree is not None, N=ROWS_PER_PROGRAM,
+        B=rows, BD=max(16, min(ROW_ELEMENTS // rows, triton.next_power_of_2(dim))), num_warps=4,
     )  # fmt: skip
     level_BGJL = levels.view(batch, groups, -1, lambdas) if tree else None
     return gates.view(batch, groups), betas.view(batch, groups), level_BGJL

@@ -1,7 +1,8 @@
 """Linear attention: O = (A . M) V with scores A and one structured mask M, optionally with softmax over near tokens.
 
     scores: kernel   A_ts = phi(q_t) . phi(k_s), phi from mixers/features
-    scores: delta    A of the delta rule, on queries and keys of unit norm (masks/delta_rule.py)
+    scores: delta    A of the delta rule, on queries and keys of unit norm (masks/delta_rule.py), with step sizes beta =
+                     sigmoid(W x + b), or twice that with negative_eigenvalues
     mask             M, from mixers/masks
     normalise        O_t / sum_s (A . M)_ts. The denominator is a column of ones beside V in the same recurrence
                      (z of Katharopoulos et al. 2020, eq. 12; TBM eq. 1, where the denominator of its eq. 4 cancels).
@@ -163,7 +164,9 @@ class LinearMixer(Mixer):
     def _written_signals(self, x_BTD: Tensor, signals: Signals) -> Signals:
         """Return the signals (B, T, ..) that belong to the written token, like its key and value."""
         written = {name: signals[name] for name in self.mask.written_signals}
-        return written if self.beta_proj is None else {**written, "beta": self.beta_proj(x_BTD).sigmoid()}
+        if self.beta_proj is None:
+            return written
+        return {**written, "beta": self.config.largest_step * self.beta_proj(x_BTD).sigmoid()}
 
     # -- forward pass --------------------------------------------------------------------------------
     def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:

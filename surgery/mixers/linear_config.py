@@ -41,6 +41,8 @@ class LinearAttention(MixerConfig):
         chunks   the query's block of `window` tokens, counted from the first token behind the sinks, up to the query, and the
                  block before it: window + 1 to 2 window tokens
     linear_weight: initial weight of the linear branch, learned per head; the softmax branch starts at 1.
+    negative_eigenvalues: step sizes beta of the delta rule are in (0, 2) instead of (0, 1), so that the eigenvalue 1 -
+    beta of a transition I - beta k k^T may be negative, down to -1 (Grazzi et al. 2025; Log-Linear Attention, footnote 5).
     """
 
     name: ClassVar[str] = "linear"
@@ -58,6 +60,7 @@ class LinearAttention(MixerConfig):
     linear_weight: float = 1.0
     states: Literal["shared", "per_head"] = "shared"
     near_tokens: Literal["sliding", "chunks"] = "sliding"
+    negative_eigenvalues: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mask", parse_nested_config(MASKS, self.mask))
@@ -78,6 +81,16 @@ class LinearAttention(MixerConfig):
         for option, minimum in {"chunk": 1, "convolution": 0, "window": 0, "sinks": 0}.items():
             if getattr(self, option) < minimum:
                 raise SurgeryError(f"linear: {option} must be {minimum} or more (got {getattr(self, option)})")
+        if self.negative_eigenvalues and self.scores != "delta":
+            raise SurgeryError(
+                "linear: negative_eigenvalues: true is the range of the delta rule's step sizes, which scores: "
+                f"{self.scores} does not have; use scores: delta, or negative_eigenvalues: false"
+            )
+
+    @property
+    def largest_step(self) -> int:
+        """Return the upper bound of the delta rule's step sizes."""
+        return 2 if self.negative_eigenvalues else 1
 
 
 def parse_nested_config(registry: Registry[Any], value: Any) -> Any:

@@ -502,6 +502,7 @@ def describe_mixer(config: Any) -> str:
     extras += [f"block {config.mask.block}"] if getattr(config.mask, "block", 1) > 1 else []
     extras += describe_log_linear(config.mask) if config.mask.name == "hierarchical" else []
     extras += [f"rope {config.rope}"] if config.rope != "keep" else []
+    extras += ["negative eigenvalues"] if config.negative_eigenvalues else []
     extras += ["states per head"] if config.states == "per_head" else []
     return ", ".join(
         [f"{config.name}: {config.mask.name} mask", scores, *(["normalised"] if config.normalise else []), *extras]

@@ -31,6 +31,8 @@ def tiny(recipe: str):
     by = {"attention.hybrid.choose_by": "every"} if attention and attention.hybrid else {}
     if recipe == "pruned-half":  # its MLPs of 48 neurons are narrower than a multiple of 64
         by["rules"] = [{"match": "mlp.*", "structure": "pruned", "multiple": 8}]
+    if recipe == "mlr-nested":  # its ranks are for heads of 64 dims
+        by |= {"attention.ranks": [4, 2, 2], "attention.extents": [16, 8]}
     return surgery.apply(cls(config).eval(), recipe, calibration=None, overrides=by, progress=Progress())
 
 

@@ -13,6 +13,7 @@ from helpers.small import (
     FAMILIES,
     GENERATIVE_FAMILIES,
     ROOT,
+    SMALL_LEVELS,
     choose_layers_quickly,
     make_recipe,
     model_outputs,
@@ -42,6 +43,9 @@ SMALL = {  # what shipped recipes say in hundreds of tokens, for texts of 48
     "log-linear": NEAR,
     "tbm": ["attention.mask.block=8", *NEAR],
     "mhla": ["attention.mask.block=8"],
+    "mhla-elu": ["attention.mask.block=8"],
+    "tbm-elu": ["attention.mask.block=8"],
+    "mlr-nested": SMALL_LEVELS,
     "lolcats": NEAR,
     "sliding-window": ["attention.window=12", "attention.sinks=2"],
     "alternating-window": ["attention.window=12"],
@@ -164,6 +168,7 @@ OPTIONS = [
     *({"mask": "ones", "features": name, "normalise": True} for name in FEATURES.names() if name != "identity"),
     {"convolution": 3, "output_gate": "value", "norm": "rms", "rope": "drop"},
     {"window": 5, "sinks": 1, "scores": "delta"},
+    {"mask": "ones", "scores": "delta", "negative_eigenvalues": True},
 ]
 
 
@@ -282,7 +287,7 @@ def support(name, folder):
     for family in TABLE_FAMILIES:
         opened = open_checkpoint(str(folder / family), False, weights=False)
         try:
-            make_plan(MetaModel(opened), load_recipe(name))
+            make_plan(MetaModel(opened), load_recipe(name, SMALL.get(name, [])))
             cells.append("yes")
         except SurgeryError as error:
             cells.append("no: " + reason(str(error)))

@@ -25,6 +25,7 @@ DECODER = dict(  # noqa: C408
     eos_token_id=2,
     pad_token_id=0,
 )
+SMALL_LEVELS = ["attention.ranks=[4, 2, 2]", "attention.extents=[16, 8]"]  # of mlr-nested, for heads of 8 dims
 
 
 def tiny_config(family: str):

@@ -97,6 +97,14 @@ def test_gated_delta(shape, gates):
     check_gated(shape, gates, torch.float32, gates != "none", chunk=16)
 
 
+def test_step_sizes_up_to_two():
+    """Negative eigenvalues (negative_eigenvalues: true): near 2, where transitions are almost reflections."""
+    shape = (2, 1, 2, 70, 24, 16, False)
+    leaves = draw(*shape, "mild")
+    leaves["beta"] = 2 - 0.2 * leaves["beta"]
+    judge(gated_call(1, 64), leaves, TOLERANCE[torch.float32])
+
+
 @gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("gates", ["mild", "extreme"])

@@ -29,6 +29,7 @@ CONFIGS = [
     {"mask": TREE, "scores": "delta"},
     {"mask": BLOCKS, "scores": "delta", "features": "hedgehog"},
     {"window": 5, "sinks": 2},
+    {"window": 5, "scores": "delta", "negative_eigenvalues": True},
     {"window": 5, "sinks": 2, "mask": "gates", "scores": "delta", "features": "hedgehog", "rope": "both"},
     {"window": 3, "mask": "hierarchical", "rope": "window", "states": "per_head"},
     {"window": 18, "sinks": 1, "mask": TREE, "scores": "delta"},

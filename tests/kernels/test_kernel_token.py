@@ -53,12 +53,12 @@ def miss(a, b) -> float:
     return float((a.double() - b).norm() / b.norm().clamp_min(1e-30))
 
 
-@pytest.mark.parametrize("scores", ["kernel", "delta"])
+@pytest.mark.parametrize("scores, negative", [("kernel", False), ("delta", False), ("delta", True)])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @torch.no_grad()
-def test_token(mask, scores):
+def test_token(mask, scores, negative):
     """From nothing, from a few tokens, and where a row has none."""
-    mixer = mixer_of(LinearAttention(mask=mask, scores=scores))
+    mixer = mixer_of(LinearAttention(mask=mask, scores=scores, negative_eigenvalues=negative))
     state = mixer.empty_state(3, DEVICE)
     for length, valid_BT in [(0, None), (5, [[True] * 5, [False] * 4 + [True], [False] * 2 + [True] * 3])]:
         if length:

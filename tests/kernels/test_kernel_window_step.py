@@ -29,6 +29,7 @@ CONFIGS = [
     {"window": 5, "sinks": 2, "mask": "decay", "scores": "delta"},
     {"window": 3, "mask": "hierarchical"},
     {"window": 18, "sinks": 1, "mask": TREE, "scores": "delta"},
+    {"window": 5, "sinks": 2, "scores": "delta", "negative_eigenvalues": True},
     {"window": 1, "sinks": 3, "mask": "ones", "rope": "drop"},
     {"window": 4, "sinks": 1, "scores": "delta", "mask": "hierarchical", "states": "per_head"},
     {"window": 4, "sinks": 2, "rope": "window", "states": "per_head"},

@@ -32,17 +32,23 @@ TOKENS: dict[str, set[str]] = {  # functions of a training step
     "lolcats": GATED | NEAR,
     "tbm": {"toeplitz_causal"} | NEAR,
     "hedgehog": GATED,
+    "linear-attention": GATED,
+    "deltanet": GATED,
     "retnet": GATED,
     "ssd": GATED,
     "ssd-equal-state": GATED,
     "mhla": {"blocks_from_zero"},
     "mhla-frozen": {"blocks_from_zero"},
+    "mhla-elu": {"blocks_from_zero"},
+    "tbm-elu": {"toeplitz_causal"},
     "alternating-window": {"attend"},
     "mlr-cache-60": {"attend"},
+    "mlr-nested": {"attend"},
     "window-equal-state": {"attend"},
 }
 NO_KERNEL = {"bilinear-btt", "bilinear-mlr", "sliding-window"}  # added scores, or PyTorch's own attention
-NO_STEP_KERNEL = {"mhla", "mhla-frozen"}
+NO_KERNEL |= {"toeplitz-mask", "fourier-mask"}  # products by FFT
+NO_STEP_KERNEL = {"mhla", "mhla-elu", "mhla-frozen"}
 
 
 @pytest.fixture

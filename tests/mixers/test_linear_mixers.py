@@ -64,7 +64,12 @@ HYBRIDS = [
     {"mask": "hierarchical", "admissibility": "strong", "scores": "delta", "window": 3, "sinks": 1},
     {"mask": "hierarchical", "admissibility": "strong", "features": "elu", "normalise": True},
     {"mask": "hierarchical", "block": 8, "states": "per_head", "window": 2},
+    {"mask": "gates", "scores": "delta", "negative_eigenvalues": True, "window": 4, "sinks": 1},
 ]
+HYBRIDS += [
+    {"mask": mask, "scores": "delta", "negative_eigenvalues": True} for mask in ("ones", "gates", "hierarchical")
+]
+
 HYBRIDS += [
     {"near_tokens": "chunks", **options}
     for options in (
@@ -112,7 +117,8 @@ def config_of(mask: str = "gates", features: str = "identity", **options) -> Lin
 
 def pairs() -> list[LinearAttention]:
     kernel = [config_of(mask, features) for mask in MASK_NAMES for features in FEATURE_NAMES]
-    return kernel + [config_of(mask, "identity", scores="delta") for mask in MASK_NAMES]
+    delta = [config_of(mask, "identity", scores="delta") for mask in MASK_NAMES]
+    return kernel + delta + [replace(config, negative_eigenvalues=True) for config in delta]
 
 
 def chunk_pairs() -> list[LinearAttention]:
@@ -127,6 +133,7 @@ def config_name(config: LinearAttention) -> str:
     extras = [f"{o}{getattr(config, o)}" for o in ("window", "sinks", "convolution") if getattr(config, o)]
     extras += [config.rope] * (config.rope != "keep") + [config.states] * (config.states != "shared")
     extras += [config.near_tokens] * (config.near_tokens != "sliding")
+    extras += ["negative"] * config.negative_eigenvalues
     extras += [
         f"{part}{n}" for part in ("block",) if config.mask.name == "hierarchical" and (n := config.mask.block) > 1
     ]
@@ -252,6 +259,7 @@ def by_loops(mixer: LinearMixer, inputs: MixerInputs) -> Tensor:
     beta_TG = None
     if config.scores == "delta":
         q_HTF, k_GTF, beta_TG = l2_normalize(q_HTF), l2_normalize(k_GTF), mixer.beta_proj(x_1TD)[0].sigmoid()
+        beta_TG = 2 * beta_TG if config.negative_eigenvalues else beta_TG
     block_T = (torch.arange(length) - sinks) // max(window, 1)  # of near_tokens: chunks
     by_block = config.near_tokens == "chunks"
     count = max(length - window - sinks, 0)  # queries window + sinks .. read keys sinks .. length - window
@@ -664,6 +672,32 @@ def test_linear_attention_and_the_delta_rule_are_their_recurrences():
         out_delta.append(torch.einsum("hvk,hk->hv", d[groups], q) * delta.linear_weight_H[:, None])
     close(kernel.mix(inputs)[0], torch.stack(out, 1)[None])
     close(delta.mix(inputs)[0], torch.stack(out_delta, 1)[None])
+
+
+def test_negative_eigenvalues_reach_minus_one():
+    """Grazzi et al. 2025: with beta in (0, 2), I - beta k k^T has the eigenvalue 1 - beta > -1 along k. Tokens of one
+    key and value 0 multiply by it what the first token wrote: at beta = 2 its sign alternates, at beta = 1 it is gone.
+    Up to the epsilon of the keys' norm.
+    """
+    inputs, length = random_inputs(6, 1), 6
+    k_BGTK, v_BGTV = inputs.k_BGTK[:, :, :1].expand(-1, -1, length, -1), inputs.v_BGTV.clone()
+    v_BGTV[:, :, 1:] = 0
+    inputs = replace(inputs, q_BHTK=k_BGTK.repeat_interleave(2, 1), k_BGTK=k_BGTK, v_BGTV=v_BGTV)
+    v_BHV = v_BGTV[:, :, 0].repeat_interleave(2, 1)
+    for negative, largest in ((True, 2.0), (False, 1.0)):
+        mixer = LinearMixer(config_of("ones", scores="delta", negative_eigenvalues=negative), SHAPE).double()
+        with torch.no_grad():
+            mixer.beta_proj.weight.zero_()
+            mixer.beta_proj.bias.fill_(40.0)  # where the sigmoid is 1
+            for out_BHTV in (mixer.dense(inputs), mixer.mix(inputs)[0], pieces(mixer, inputs, list(range(1, 7)))[0]):
+                for t in range(length):
+                    expected_BHV = largest * (1 - largest) ** t * v_BHV
+                    torch.testing.assert_close(out_BHTV[:, :, t], expected_BHV, rtol=1e-4, atol=1e-4)
+
+
+def test_negative_eigenvalues_need_the_delta_rule():
+    with pytest.raises(SurgeryError, match="which scores: kernel does not have; use scores: delta"):
+        LinearAttention(negative_eigenvalues=True)
 
 
 def test_a_row_of_padding_changes_nothing():

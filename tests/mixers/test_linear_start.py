@@ -173,6 +173,16 @@ def test_samples_of_several_lengths_are_each_fitted_as_far_as_they_reach(mask):
         assert not torch.equal(lambda_HL[:, 3], lambda_HL[:, 4])  # the short samples have no level above 3
 
 
+def test_step_sizes_start_alike_in_both_ranges():
+    """Of the delta rule, from the entropy of the original's attention: with negative eigenvalues beta = 2 sigmoid(b)."""
+    fit, first = Rows(softmax, seed=0), []
+    for negative in (False, True):
+        config = LinearAttention(mask="gates", scores="delta", negative_eigenvalues=negative)
+        mixer = fit_mask_to_profile(LinearMixer(config, SHAPE).requires_grad_(False), fit, 0)
+        first.append(config.largest_step * mixer.beta_proj.bias.sigmoid())
+    torch.testing.assert_close(*first)
+
+
 @pytest.mark.parametrize("block", [1, 4, 8])
 def test_only_levels_that_chunks_have_are_fitted(block):
     """States behind chunks of 4 tokens have no level below 3 (weights of these were fitted to rounding), which gets the

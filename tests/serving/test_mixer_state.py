@@ -29,6 +29,7 @@ OTHERS = {  # what no shipped recipe combines
     "normalised": {**GATED, "scores": "kernel", "features": "elu", "normalise": True, "window": 6, "sinks": 2},
     "blocks-delta": {"mixer": "linear", "mask": {"name": "toeplitz_blocks", "block": 4}, "scores": "delta"},
     "convolution": {**GATED, "convolution": 4, "window": 6},
+    "negative": {**GATED, "negative_eigenvalues": True, "window": 6},
 }
 LENGTHS = (37, 20, 3)
 SMALLER = {"window": 6, "sinks": 2}  # than the shortest sequences

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.small import DECODER
+from helpers.small import DECODER, SMALL_LEVELS
 from helpers.small_training import healing_recipe_names
 
 from surgery.architectures.linears import find_linears
@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ALIGNED = str(ROOT / "recipes" / "papers" / "healing" / "aligned.yaml")
 # What is decided by trained weights, decided here.
 DECIDED = {"auto-half": ["structure=btt", "blocks=[4, 4]"], "hybrid-25": ["attention.hybrid={layers: [0]}"]}
+DECIDED["mlr-nested"] = SMALL_LEVELS
 DECIDED["pruned-half"] = ["rules.0.multiple=8"]  # of the 48 neurons of the tiny model
 
 

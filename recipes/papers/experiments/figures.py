@@ -23,11 +23,7 @@ LARGE = "undecided: GPU time, [counted](#what-no-gpu-hour-here-shows)"
 CUSTOMIZING, BETTER, LOG_LINEAR = "Customizing", "Compute Better Spent", "Log-Linear Attention"
 TBM, SMA = "Toeplitz Block Mixing", "Structured Masked Attention"
 
-CHARACTERS = (
-    "surgery pretrain --recipe gpt2 --data TEXT --out MODEL --set 'tokenizer={kind: characters}' --set "
-    "'layers={structure: dense, attention: "
-)
-MLR_LAYERS = "{mixer: mlr, form: nested, ranks: [32, 8, 6, 4, 4, 4, 4, 2], extents: [512, 256, 128, 64, 32, 16, 8]}"
+CHARACTERS = "surgery pretrain --recipe gpt2 --data TEXT --out MODEL --set 'tokenizer={kind: characters}' --set "
 
 
 @dataclass(frozen=True)
@@ -46,12 +42,12 @@ PLACES: dict[str, tuple[Place, ...]] = {
         Place("Figure 1", "low-rank and structured scores", "", DRAWING),
         Place("Table 1", "numbers and rank of each family", "`tests/structures/test_mlbtc.py::test_numbers_and_ranks_are_those_of_table_1`", FORMULA),
         Place("Figures 2, 3", "regression fails where heads are narrower than the inputs; bilinear BTT and MLR do not"),
-        Place("Figure 4", "character model: MLR attention below softmax and windows", f"`{CHARACTERS}{MLR_LAYERS}}}'`"),
+        Place("Figure 4", "character model: MLR attention below softmax and windows", f"`{CHARACTERS}layers=mlr-nested`"),
         Place("Table 2", "multiplications of the contraction orders of bilinear MLR", "`tests/mixers/test_bilinear_mixers.py::test_costs_are_those_of_tables_2_and_3`", FORMULA),
         Place("Table 3", "the same of bilinear BTT", "`tests/mixers/test_bilinear_mixers.py::test_costs_are_those_of_tables_2_and_3`", FORMULA),
         Place("Figure 5", "MLR attention: one best rate at all widths"),
         Place("Figures 6 to 12", "regression at other sizes, with error bars and times"),
-        Place("Figure 13", "as Figure 4, at four widths", f"`{CHARACTERS}{{mixer: window, window: 128, hybrid: {{layers: [0, 3]}}}}}}'`"),
+        Place("Figure 13", "as Figure 4, at four widths", f"`{CHARACTERS}'layers={{structure: dense, attention: {{mixer: window, window: 128, hybrid: {{layers: [0, 3]}}}}}}'`"),
         Place("Figure 14", "ETTh1: MLR attention about 1% better, more so at long horizons"),
         Place("Figure 15", "Chronos: the same loss for less compute", "", FAR),
     ),
@@ -122,10 +118,6 @@ LLAMA_800M = (
     "num_key_value_heads: 24, "
     "max_position_embeddings: 16384}"
 )
-TBM_LAYERS = (
-    "{structure: dense, attention: {mixer: linear, features: elu, mask: {name: toeplitz_blocks, block: 64, components: "
-    "8}}}"
-)
 BTT_HEAD = (
     "{structure: btt, blocks: sqrt, rank: 4, fused: split, rules: [{match: head, structure: btt, blocks: sqrt, rank: "
     "4}]}"
@@ -159,7 +151,7 @@ OUT_OF_REACH: tuple[Cost, ...] = (
         f"{CUSTOMIZING}, Figures 4, 13",
         "OpenWebText",
         "surgery pretrain --recipe gpt2 --data OPENWEBTEXT --set 'tokenizer={kind: characters}' --set model.n_layer=6 "
-        f"--set 'layers={{structure: dense, attention: {MLR_LAYERS}}}' --set 'stages.*.batch=4' --set "
+        "--set layers=mlr-nested --set 'stages.*.batch=4' --set "
         "'stages.*.rows=4' --set 'stages.*.tokens=410M' --out CHARACTERS",
         42.5e6, 100_000 * 4 * 1024, 16,
     ),
@@ -182,8 +174,8 @@ OUT_OF_REACH: tuple[Cost, ...] = (
     Cost(
         f"{TBM}, Tables 2, 3, at the paper's size",
         "hours",
-        f"surgery pretrain --recipe gpt2 --set model.n_positions=8192 --set 'layers={TBM_LAYERS}' --set "
-        f"'data={{generated: {{task: mqar, vocabulary: 8192, pairs: [64], layout: scattered}}, validation: 0.1, "
+        "surgery pretrain --recipe gpt2 --set model.n_positions=8192 --set layers=tbm-elu --set "
+        "'data={generated: {task: mqar, vocabulary: 8192, pairs: [64], layout: scattered}, validation: 0.1, "
         "validation_examples: 64}' --set 'stages.*.length=8192' --set 'stages.*.batch=32' --set 'stages.*.tokens=2.1B' "
         "--out RECALL",
         97e6, 8_000 * 32 * 8192, 7,

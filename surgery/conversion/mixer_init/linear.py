@@ -216,7 +216,7 @@ def fit_mask_to_profile(mixer: LinearMixer, fit: AttentionSamples, steps: int) -
         # 0).
         step_G = (1 - profile.entropy_H.view(groups, -1).mean(1)).clamp(0.05, 0.95)
         nn.init.zeros_(mixer.beta_proj.weight)
-        mixer.beta_proj.bias.copy_(step_G.logit())
+        mixer.beta_proj.bias.copy_((step_G / mixer.config.largest_step).logit())
     return mixer
 
 

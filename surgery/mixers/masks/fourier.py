@@ -1,5 +1,9 @@
 """Fourier mask M_ts = Re(omega^(t s)) = cos(2 pi t s / period), omega = e^(2 pi i / period), s <= t. No parameters.
 
+Dao and Gu 2024, "Transformers are SSMs", section 4.3: L_ts = omega^(t s / T) with the sequence length T, complex and not
+causal. With T every entry would change with each new token, so that no decoding step could reuse an earlier one: here the
+period is an option, and equal to the paper's at period = T. Of the complex entry the real part is used, for s <= t.
+
 t and s are absolute positions. Bluestein: t s = (t^2 + s^2 - (t - s)^2) / 2, so with the chirp w_n = e^(pi i n^2 /
 period) M_ts = Re(w_t conj(w)[t - s] w_s): a Toeplitz mask between two phases, for any length and start
 (fft_convolution.py).
@@ -22,7 +26,7 @@ from surgery.mixers.masks.fft_convolution import DistanceMask
 
 @dataclass(frozen=True)
 class Fourier:
-    """Config of the Fourier mask. period: number of positions."""
+    """Config of the Fourier mask. period: T of the paper, in tokens, whatever the length of the sequence is."""
 
     name: ClassVar[str] = "fourier"
     period: int = 4096

@@ -12,9 +12,10 @@ Attention inside a block is causal too, so K(0) X_n is not part of mixed_n in th
 begin at position 0. R components, M blocks; a per query head, lambda per key/value head.
 
 Differences from the paper: equation 6 as printed reads the states of equation 5 one block too early, K(i - 1 - b), and
-leaves out block i. The text of the paper and its equation 4 have K(i - b), as here. The denominator of equation 4
-cancels if the mixer normalises (a column of ones beside V, equation 1); otherwise the sum is unnormalised as in
-equation 6.
+leaves out block i. The text of the paper and its equation 4 have K(i - b), as here. Equation 1 sums over the tokens of
+a sequence before t without t itself, which gives 0 / 0 at the first token; here t is included, as the block b = i is in
+equation 2. The denominator of equation 4 cancels if the mixer normalises (a column of ones beside V, equation 1);
+otherwise the sum is unnormalised as in equation 6.
 """
 
 from __future__ import annotations
