@@ -68,17 +68,13 @@ def section() -> str:
             verdict = experiment.judge(rows, setting)
             command = f"`{experiment.run_command(setting)}`"
             lines.append(
-                [f"{experiment.title}, `{setting.name}`", experiment.source, command, _words(verdict.word, verdict.why)]
+                [f"{experiment.title}, `{setting.name}`", experiment.source, command, str(verdict).replace("|", "\\|")]
             )
             if is_complete(rows, setting):
                 tables.append(f"`{experiment.name}`, setting `{setting.name}` ({_size(experiment, setting.name)}):")
                 tables.append(markdown(experiment.table(rows, setting)))
     rules = [f"- {e.title}: {e.rule}" for e in EXPERIMENTS]
     return "\n\n".join(["Rules of the verdicts:", "\n".join(rules), markdown(lines), *tables])
-
-
-def _words(word: str, why: str) -> str:
-    return f"{word} ({why})".replace("|", "\\|")
 
 
 def _size(experiment: Experiment, name: str) -> str:

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from recipes.papers.experiments.driver import markdown
 from recipes.papers.experiments.figures import FLOPS, LOG_LINEAR, TBM
-from recipes.papers.experiments.sweep import Verdict
 from recipes.papers.experiments.times import Times, faster_from, slope, words
+from recipes.papers.experiments.verdicts import Verdict
 from surgery.core import errors
 from surgery.core.errors import SurgeryError
 
