@@ -29,6 +29,7 @@ from recipes.papers.experiments.sweep import (
     run_sweep,
     stack_size,
 )
+from recipes.papers.experiments.verdicts import WORDS
 from surgery.core.errors import SurgeryError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -203,11 +204,24 @@ def test_rows_are_appended_whole(tmp_path):
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"a": 1}, {"b": 2}]
 
 
-def test_the_table_of_the_docs_is_what_the_rows_say():
-    text = (ROOT / "docs/papers.md").read_text(encoding="utf-8")
-    assert page.replace_section(text) == text, "run python -m recipes.papers.experiments.page --write docs/papers.md"
+def test_the_tables_of_the_docs_are_what_the_rows_say():
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("docs/papers.md", "docs/measurements/papers.md")]
+    for text in texts:
+        assert page.replace_sections(text) == text, "run python -m recipes.papers.experiments.page --write with both"
+    assert all("".join(texts).count(f"<!-- {name} -->") == 1 for name in page.sections())
+    with pytest.raises(SurgeryError, match="has no markers"):
+        page.replace_sections("no markers")
     with pytest.raises(SurgeryError, match="once each"):
-        page.replace_section("no markers")
+        page.replace_sections("<!-- rows -->")
+
+
+def test_verdicts_of_results_are_counted():
+    """The count is of the words in the table of results; each experiment has a row."""
+    table = page.sections()["results"].split("\n\n")[1].splitlines()[2:]
+    words = [re.split(r" \(|:", line.split(" | ")[3])[0] for line in table]
+    counted = dict(re.findall(r"([a-z ]+?) (\d+)(?:,|\.)", page.counts().split(": ", 1)[1].split(" Of ")[0]))
+    assert {word.strip(): int(number) for word, number in counted.items()} == {w: words.count(w) for w in WORDS}
+    assert len(words) == len(page.results()) == len(page.EXPERIMENTS) + 4
 
 
 def test_power_laws_and_the_verdict_of_scaling():

@@ -186,14 +186,6 @@ def _steps() -> Verdict:
     )
 
 
-def measured(path: Path | None = None) -> dict[tuple[str, str], str]:
-    """Return (paper, place) -> words of the verdicts, for the table of figures."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for claim in claims(read_tables(path)):
-        found.setdefault((claim.paper, claim.place), []).append(f"{claim.what}: {claim.verdict.word}")
-    return {key: "; ".join(parts) for key, parts in found.items()}
-
-
 def read_tables(path: Path | None = None) -> dict[str, Rivals]:
     """Return pass -> rival -> length -> milliseconds."""
     text = read_page(path)

@@ -264,14 +264,19 @@ def tried_rates(rows: list[Row], setting: Setting, cell: Cell) -> list[float]:
 def seeds_at(rows: list[Row], setting: Setting, cell: Cell, rates: Iterable[float]) -> list[int]:
     """Return the seeds that have rows at all these rates."""
     done, every = {key_of(row) for row in rows}, tuple(rates)
-    return [s for s in range(setting.seeds) if all((setting.name, *cell, rate, s) in done for rate in every)]
+    return [s for s in range(setting.seeds) if all(done.issuperset(_keys(setting, cell, rate, [s])) for rate in every)]
+
+
+def _keys(setting: Setting, cell: Cell, rate: float, seeds: Iterable[int]) -> list[tuple[Any, ...]]:
+    """Return what identifies the runs of a cell at a rate."""
+    return [(setting.name, *cell, rate, seed) for seed in seeds]
 
 
 def _lowest(rows: list[Row], setting: Setting, cell: Cell, rates: list[float]) -> float | None:
     """Return the rate with the lowest mean loss over the seeds that have rows at all rates; None if all diverged."""
     seeds = seeds_at(rows, setting, cell, rates)
     losses = {key_of(row): row["loss"] for row in rows}
-    found = {rate: [losses[(setting.name, *cell, rate, seed)] for seed in seeds] for rate in rates}
+    found = {rate: [losses[key] for key in _keys(setting, cell, rate, seeds)] for rate in rates}
     means = {rate: fmean(own) for rate, own in found.items() if own and None not in own}
     return min(means, key=means.__getitem__) if means else None
 

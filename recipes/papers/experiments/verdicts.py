@@ -47,15 +47,16 @@ def below(bound: float) -> Range:
 
 class Verdict(NamedTuple):
     """What the rows say about a claim. word: one of WORDS, or one that begins with "undecided". why: what decided.
-    found: the differences with their intervals.
+    found: the differences with their intervals. besides: results that decide nothing.
     """
 
     word: str
     why: str
     found: str = ""
+    besides: str = ""
 
     def __str__(self) -> str:
-        return f"{self.word} ({'; '.join(part for part in (self.why, self.found) if part)})"
+        return f"{self.word} ({'; '.join(part for part in self[1:] if part)})"
 
 
 DIVERGED = Verdict(UNDECIDED, "a run at the best rate diverged")
@@ -143,24 +144,23 @@ def decide(
     """
     methods = list(methods)
     outcomes = correct(comparisons)
-    found = "; ".join([*map(str, outcomes), *besides])
+    found = ("; ".join(map(str, outcomes)), "; ".join(besides))
     states = Counter(outcome.state for outcome in outcomes)
     if edges := edge_words(best, methods):
-        return Verdict(UNDECIDED, edges, found)
+        return Verdict(UNDECIDED, edges, *found)
     few = few_seeds(best, methods)
     if states["contradicts"]:
         limits = [few] if few else []
         limits += [] if setting.as_printed else missed
         if not limits:
-            return Verdict(REFUTED, _names(outcomes, "contradicts"), found)
-        return Verdict(NOT_SEEN, "; ".join([size_words(setting), *limits]), found)
-    if invalid or few:
-        return Verdict(UNDECIDED, "; ".join(part for part in (invalid, few) if part), found)
+            return Verdict(REFUTED, _names(outcomes, "contradicts"), *found)
+        return Verdict(NOT_SEEN, "; ".join([size_words(setting), *limits]), *found)
+    nothing = "" if states["holds"] else lacking or "no interval lies on one side"
+    if invalid or few or nothing:
+        return Verdict(UNDECIDED, "; ".join(part for part in (invalid, few, nothing) if part), *found)
     if states["holds"] == len(outcomes) and not lacking:
-        return Verdict(REPRODUCED, size_words(setting), found)
-    if states["holds"]:
-        return Verdict(PART, "; ".join(part for part in (_names(outcomes, "holds"), lacking) if part), found)
-    return Verdict(UNDECIDED, lacking or "no interval lies on one side", found)
+        return Verdict(REPRODUCED, size_words(setting), *found)
+    return Verdict(PART, "; ".join(part for part in (_names(outcomes, "holds"), lacking) if part), *found)
 
 
 def _names(outcomes: Sequence[Outcome], state: str) -> str:
@@ -189,6 +189,6 @@ def combine(words: Iterable[str]) -> str:
 
 
 def count(words: Iterable[str]) -> str:
-    """Return how often each word of WORDS occurs, in words."""
-    counted = Counter(words)
+    """Return how often each word of WORDS occurs, in words; "undecided: GPU time" counts as undecided."""
+    counted = Counter(word.split(":")[0] for word in words)
     return ", ".join(f"{word} {counted[word]}" for word in WORDS)
