@@ -6,8 +6,7 @@
 Sinks: Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks"; here keys keep the RoPE rotation of
 their own position. global_window splits the dims of every head between the two scores. It is not the baseline
 "Global + SWA" of Kuang et al. 2025, section 5 and Figure 13, which alternates whole layers of both kinds: that is
-`mixer: window` with `hybrid: {softmax: 0.5, choose_by: every}`. In bidirectional attention the window is
-|t - s| < window.
+`mixer: window` with `hybrid: {keep: 0.5, by: every}`. In bidirectional attention the window is |t - s| < window.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from recipes.papers.experiments import (
     weight_norm,
 )
 from recipes.papers.experiments.driver import MEMORY, Experiment, load_rows, markdown
-from recipes.papers.experiments.figures import FAR, HOLDS, costs_section, figures_section, other_places
+from recipes.papers.experiments.figures import FAR, HOLDS, PLACES, costs_section, figures_section, other_places
 from recipes.papers.experiments.sweep import Setting, gpu_minutes, is_complete, stack_size
 from recipes.papers.experiments.verdicts import combine, count
 from surgery.core.errors import SurgeryError
@@ -73,13 +73,14 @@ class Result(NamedTuple):
 
 
 def results() -> list[Result]:
-    """Return the results of all experiments, and of the measured times."""
+    """Return the results of all experiments, and of the measured times, by paper."""
     lines = [_result(experiment) for experiment in EXPERIMENTS]
     for claim in speed.claims(speed.read_tables()):
         source, verdict = f"{claim.paper}, {claim.place}", claim.verdict
         command = "python -m recipes.papers.experiments.speed show"
         lines.append(Result(source, claim.what, verdict.why, verdict.word, "", command))
-    return lines
+    papers = list(PLACES)
+    return sorted(lines, key=lambda line: papers.index(line.source.split(",")[0]))
 
 
 def _result(experiment: Experiment) -> Result:

@@ -35,7 +35,7 @@ from recipes.papers.experiments.sweep import (
     paired_difference,
 )
 from recipes.papers.experiments.training import pick, train_stack
-from recipes.papers.experiments.verdicts import Comparison, Verdict, above, decide
+from recipes.papers.experiments.verdicts import UNDECIDED, Comparison, Verdict, above, decide
 from recipes.papers.training.compute import count_compute, state_size
 from recipes.papers.training.stacked import Batch, StackedTraining, causal_mask
 from surgery.training.data.generated import IGNORE_INDEX, VALIDATION_SEED, MQARTask
@@ -240,14 +240,16 @@ PAPER: dict[str, dict[int, tuple[float, float | None]]] = {
 def verdict(rows: list[Row], setting: Setting) -> Verdict:
     """Return the verdict on "at a state of equal width the log-linear mask answers more"."""
     best, compared = best_rows(rows, setting), [method for pair in FAMILIES for method in pair]
+    if not {"softmax", *compared} <= set(setting.methods):
+        return Verdict(UNDECIDED, f"the setting `{setting.name}` does not have softmax and both families")
     comparisons = [Comparison(f"{a} - {b}", paired_difference(best, a, b, "accuracy"), above(0.0)) for a, b in FAMILIES]
     missed = []
     for method in ("softmax", *(b for _, b in FAMILIES)):
         for width in setting.widths:
-            mean, paper = 100 * mean_and_error(_accuracies(best, method, width) or [0.0])[0], PAPER[method][width][0]
+            mean, paper = 100 * mean_and_error(_accuracies(best, method, width))[0], PAPER[method][width][0]
             if mean < paper:
                 missed.append(f"{method} {width} answers {mean:.1f}% (paper: {paper:g}%)")
-    lowest = min(min(_accuracies(best, "softmax", width), default=0.0) for width in setting.widths)
+    lowest = min(min(_accuracies(best, "softmax", width)) for width in setting.widths)
     short = f"softmax answers {100 * lowest:.1f}%, so training is too short" if lowest < SOFTMAX_FLOOR else ""
     rises = all(_rises(best, setting, method) for method in compared)
     return decide(
