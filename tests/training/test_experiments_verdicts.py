@@ -46,7 +46,7 @@ def test_block_mixing(dense, toeplitz, word):
         return {"accuracy": accuracy, "by_length": {"8": accuracy}, "floors": [0.1, 0.2]}
 
     verdict = block_mixing.EXPERIMENT.judge(rows_of(setting, values), setting)
-    assert verdict.word == word and "tbm_1 - tbm_8: +0" in verdict.found
+    assert verdict.word == word and "tbm_1 - tbm_8: +0" in verdict.besides
 
 
 @pytest.mark.parametrize("gain, word", [(-0.01, "reproduced"), (0.01, "not seen at this size"), (0.0, "undecided")])
