@@ -113,17 +113,32 @@ def paired_interval(a: Units, b: Units, top: float | None, shape: Transform, see
 
 
 @cache
-def student_quantile(freedom: float) -> float:
-    """Return the 97.5% quantile of Student's t with a real number of degrees of freedom, at least 1."""
-    log_scale = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - 0.5 * math.log(freedom * math.pi)
-    low, high = 1.9, 13.0
-    for _ in range(40):
+def student_quantile(freedom: float, level: float = 0.95) -> float:
+    """Return t with P(|T| < t) = `level` of Student's t with a real number of degrees of freedom, at least 1."""
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
         middle = (low + high) / 2
-        x = np.linspace(0.0, middle, 4001)
-        density = np.exp(log_scale - (freedom + 1) / 2 * np.log1p(x * x / freedom))
-        mass = float((density[1:] + density[:-1]).sum()) * (x[1] - x[0]) / 2
-        low, high = (low, middle) if mass > 0.475 else (middle, high)
-    return (low + high) / 2
+        inside = student_tail(math.sqrt(freedom) * math.tan(middle), freedom) > 1 - level
+        low, high = (middle, high) if inside else (low, middle)
+    return math.sqrt(freedom) * math.tan((low + high) / 2)
+
+
+def student_tail(t: float, freedom: float) -> float:
+    """Return P(|T| > |t|) of Student's t, the two-sided p-value.
+
+    With t = sqrt(freedom) tan a the density of the angle a is proportional to cos(a)^(freedom - 1) on (-pi/2, pi/2).
+    """
+    end = min(math.pi / 2, 40 / math.sqrt(freedom))  # beyond it the density is below exp(-800)
+    first = min(math.atan(abs(t) / math.sqrt(freedom)), end)
+    inside, tail = (_angle_mass(*ends, freedom) for ends in ((0.0, first), (first, end)))
+    return tail / (inside + tail)
+
+
+def _angle_mass(low: float, high: float, freedom: float) -> float:
+    """Return the integral of cos(a)^(freedom - 1), by Simpson's rule."""
+    density = np.clip(np.cos(np.linspace(low, high, 4001)), 0.0, None) ** (freedom - 1)
+    weighted = density[0] + density[-1] + 4 * density[1::2].sum() + 2 * density[2:-1:2].sum()
+    return float(weighted) * (high - low) / 12_000
 
 
 def wilson_interval(units: Units) -> tuple[float, float]:

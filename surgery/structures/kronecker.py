@@ -209,7 +209,12 @@ class KroneckerLinear(StructuredLinear):
         return r * (c * a * (d + b) if self._right_first() else b * d * (c + a))
 
     def mup(self) -> dict[str, MuP]:
-        """Return fan-in and fan-out of each core."""
+        """Return fan-in and fan-out of each core.
+
+        Qiu et al. 2024, section 2, calls a sum of r Kronecker products a TT of rank r, where R has the fan-out r
+        sqrt(d) and L sqrt(d). Here L has the r, because the terms share the scale of the sum. Fan-ins, and with them
+        AdamW's rates, are the same, and so is everything for r = 1.
+        """
         (r, b, c), (_, a, d) = self.weight.shape, self.right.shape
         # The output sums over r terms, each a pair of small layers, so only the second core has r in its fan-in.
         return {"right": MuP(d, a), "weight": MuP(r * c, r * b)}

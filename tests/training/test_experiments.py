@@ -16,15 +16,20 @@ from recipes.papers.experiments.driver import main, show
 from recipes.papers.experiments.sweep import (
     Cell,
     append_rows,
+    at_edge,
     best_rows,
     difference,
+    edge_words,
     gpu_minutes,
     is_complete,
+    missing_runs,
     paired_difference,
+    rates_beyond,
     read_rows,
     run_sweep,
     stack_size,
 )
+from recipes.papers.experiments.verdicts import WORDS
 from surgery.core.errors import SurgeryError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +47,7 @@ def test_smoke_run_and_show(name, tmp_path, capsys):
     assert read_rows(out) == rows  # nothing is trained twice
     text = show(experiment, [out], None)
     on_gpu = any(setting.where == "gpu" for setting in experiment.settings)
-    assert re.search(r"`smoke`: (undecided|reproduced|refuted)\b", text)
+    assert re.search(rf"`smoke`: ({'|'.join(WORDS)}) \(", text)
     assert ("undecided: GPU time" in text and "forecast" in text) == on_gpu
     assert on_gpu or name == "two_orders"  # which trains nothing
 
@@ -63,18 +68,26 @@ def test_every_method_of_every_setting_has_a_model(name):
 
 def rows_of(setting, accuracy):
     """Rows of a complete sweep; accuracy(method, width, seed)."""
-    runs = [(rate, 0) for rate in setting.rates] + [(setting.rates[0], s) for s in range(1, setting.seeds)]
+    best = setting.rates[len(setting.rates) // 2]
+    choosing = setting.choosing_seeds
+    runs = [(rate, s) for rate in setting.rates for s in range(choosing)]
+    runs += [(best, s) for s in range(choosing, setting.seeds)]
     cells = [Cell(m, w) for m in setting.methods for w in setting.widths]
     return [
         {"setting": setting.name, "method": c.method, "width": c.width, "rate": rate, "seed": seed,
-         "loss": 1.0 if rate == setting.rates[0] else 2.0, "accuracy": accuracy(*c, seed), "error": accuracy(*c, seed)}
+         "loss": 1.0 if rate == best else 2.0, "accuracy": accuracy(*c, seed), "error": accuracy(*c, seed)}
         for c in cells for rate, seed in runs
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "gain, softmax, word",
-    [(0.05, 1.0, "reproduced"), (-0.05, 1.0, "refuted"), (0.05, 0.9, "undecided"), (0.0, 1.0, "undecided")],
+    [
+        (0.05, 1.0, "reproduced"),
+        (-0.05, 1.0, "not seen at this size"),
+        (0.05, 0.9, "undecided"),
+        (0.0, 1.0, "in part"),
+    ],
 )
 def test_verdict_of_recall_follows_from_the_rows(gain, softmax, word):
     setting = recall.EXPERIMENT.setting("gpu")
@@ -93,6 +106,10 @@ def test_verdict_of_recall_follows_from_the_rows(gain, softmax, word):
     ]
     assert recall.EXPERIMENT.judge(noisy, setting).word == word
     assert recall.EXPERIMENT.judge(rows[1:], setting).word == "undecided: GPU time"
+    if gain < 0:
+        assert "ssd 16 answers 16.2% (paper: 46.9%)" in recall.EXPERIMENT.judge(noisy, setting).why
+        higher = [{**r, "accuracy": 1 + r["accuracy"] * (r["method"] != "softmax")} for r in noisy]
+        assert recall.EXPERIMENT.judge(higher, setting).word == "refuted"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +124,7 @@ def test_verdict_of_regression_follows_from_the_rows(many, one, word):
 
 def test_a_killed_sweep_goes_on(tmp_path):
     """Killed within a row: the part of the row is removed, and only missing runs are trained."""
-    setting, out, trained = recall.SMOKE, tmp_path / "rows.jsonl", []
+    setting, out, trained = replace(recall.SMOKE, rate_seeds=1), tmp_path / "rows.jsonl", []
 
     def train(setting, cell, runs, device):
         if len(trained) == 2:
@@ -129,6 +146,36 @@ def test_a_killed_sweep_goes_on(tmp_path):
     assert not run_sweep(
         replace(setting, seeds=9), train, out, "cpu", stack=lambda cell: 1, minutes=-1, say=lambda text: None
     )
+
+
+@pytest.mark.parametrize("slope, beyond", [(1, 2.5e-4), (-1, 2.5e-2), (0, None)])
+def test_a_best_rate_at_an_end_is_followed_by_one_more(slope, beyond, tmp_path):
+    """Two seeds choose the rate: seed 1 outvotes seed 0. A sweep that stopped goes on with the same rates."""
+    setting = replace(recall.SMOKE, methods=("ssd",), rates=(1e-3, 4e-3, 1e-2), seeds=3)
+    out, cell = tmp_path / "rows.jsonl", Cell("ssd", 16)
+
+    def train(setting, cell, runs, device):
+        return [
+            {"setting": setting.name, "method": cell.method, "width": cell.width, "rate": r, "seed": s,
+             "loss": 5 + slope * r * (-0.5 if s == 0 else 1.0) if slope else abs(r - 4e-3)}
+            for r, s in runs
+        ]  # fmt: skip
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recipes.papers.experiments.sweep.PHASES", ("rates",))
+        run_sweep(setting, train, out, "cpu", stack=lambda cell: 4, say=lambda text: None)
+    rows = read_rows(out)
+    assert len(rows) == 6 and rates_beyond(rows, setting, cell) == ([] if beyond is None else [beyond])
+    assert at_edge(rows, setting, cell) == (beyond is not None) and not is_complete(rows, setting)
+    assert rates_beyond(rows[:-1], setting, cell) == []  # seed 1 has not tried all rates
+    assert run_sweep(setting, train, out, "cpu", stack=lambda cell: 1, say=lambda text: None)
+    rows = read_rows(out)
+    best = best_rows(rows, setting)
+    assert len(rows) == 7 + 2 * bool(beyond) and not missing_runs(rows, setting) and is_complete(rows, setting)
+    assert {(row["rate"], row["edge"], row["chosen_on"]) for row in best.values()} == {
+        (beyond or 4e-3, beyond is not None, 2)
+    }
+    assert edge_words(best, ["ssd"]) == ("the best rate of ssd 16 lies at an end of the grid" if beyond else "")
 
 
 @pytest.mark.parametrize("line", ["{}", "[1]", '{"setting": 1}', "x" * 200_000, "[" * 50_000])
@@ -157,11 +204,24 @@ def test_rows_are_appended_whole(tmp_path):
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"a": 1}, {"b": 2}]
 
 
-def test_the_table_of_the_docs_is_what_the_rows_say():
-    text = (ROOT / "docs/papers.md").read_text(encoding="utf-8")
-    assert page.replace_section(text) == text, "run python -m recipes.papers.experiments.page --write docs/papers.md"
+def test_the_tables_of_the_docs_are_what_the_rows_say():
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("docs/papers.md", "docs/measurements/papers.md")]
+    for text in texts:
+        assert page.replace_sections(text) == text, "run python -m recipes.papers.experiments.page --write with both"
+    assert all("".join(texts).count(f"<!-- {name} -->") == 1 for name in page.sections())
+    with pytest.raises(SurgeryError, match="has no markers"):
+        page.replace_sections("no markers")
     with pytest.raises(SurgeryError, match="once each"):
-        page.replace_section("no markers")
+        page.replace_sections("<!-- rows -->")
+
+
+def test_verdicts_of_results_are_counted():
+    """The count is of the words in the table of results; each experiment has a row."""
+    table = page.sections()["results"].split("\n\n")[1].splitlines()[2:]
+    words = [re.split(r" \(|:", line.split(" | ")[3])[0] for line in table]
+    counted = dict(re.findall(r"([a-z ]+?) (\d+)(?:,|\.)", page.counts().split(": ", 1)[1].split(" Of ")[0]))
+    assert {word.strip(): int(number) for word, number in counted.items()} == {w: words.count(w) for w in WORDS}
+    assert len(words) == len(page.results()) == len(page.EXPERIMENTS) + 4
 
 
 def test_power_laws_and_the_verdict_of_scaling():
@@ -169,19 +229,22 @@ def test_power_laws_and_the_verdict_of_scaling():
     exact = scaling.fit_power_law([(10.0, 1.0), (100.0, 0.1), (1000.0, 0.01)])
     assert exact.alpha == pytest.approx(1.0) and exact.error == pytest.approx(0, abs=1e-9)
 
-    def rows(alphas, best=4e-3):
+    def rows(alphas, best=4e-3, seeds=3):
         macs = {cell: scaling.make_mlp(setting, cell, 0).macs() for cell in setting.cells}
         return [
             {"setting": "cpu", "method": c.method, "width": c.width, "rate": rate, "seed": seed, "loss": abs(rate - best), "macs": macs[c],
              "error": (macs[c] / 1000) ** -alphas[c.method] * (1 + 0.001 * seed)}
             for c in setting.cells for rate in setting.rates for seed in range(setting.seeds)
+            if rate == best or seed < seeds
         ]  # fmt: skip
 
     assert scaling.EXPERIMENT.judge(rows({"dense": 0.1, "btt": 0.3}), setting).word == "reproduced"
-    assert scaling.EXPERIMENT.judge(rows({"dense": 0.3, "btt": 0.1}), setting).word == "refuted"
+    assert scaling.EXPERIMENT.judge(rows({"dense": 0.3, "btt": 0.1}), setting).word == "not seen at this size"
+    one_seed = scaling.EXPERIMENT.judge(rows({"dense": 0.1, "btt": 0.3}, seeds=1), setting)
+    assert one_seed.word == "undecided" and one_seed.why == "rates chosen on 1 of 2 seeds"
     assert scaling.EXPERIMENT.judge(rows({"dense": 0.2, "btt": 0.2}), setting).word == "undecided"
     at_edge = scaling.EXPERIMENT.judge(rows({"dense": 0.1, "btt": 0.3}, best=1e-3), setting)
-    assert at_edge.word == "undecided" and "8 cells lies at an end of the grid" in at_edge.why
+    assert at_edge.word == "undecided" and at_edge.why.endswith("dense 64 lies at an end of the grid")
     assert scaling.interpolate([(1.0, 1.0), (100.0, 0.01)], 10.0) == pytest.approx(0.1)
     assert scaling.interpolate([(1.0, 1.0), (100.0, 0.01)], 101.0) is None
 

@@ -34,20 +34,19 @@ from recipes.papers.experiments.driver import Experiment, main
 from recipes.papers.experiments.models import RecallModel, make_decoder, make_stage
 from recipes.papers.experiments.recall import make_task, score, train_recall
 from recipes.papers.experiments.sweep import (
+    BestRows,
     Cell,
     Difference,
     Row,
     Setting,
-    Verdict,
-    at_edge,
     best_rows,
     difference,
-    edge_words,
-    is_complete,
+    edge_mark,
     mean_and_error,
     paired_difference,
 )
 from recipes.papers.experiments.training import trained_model
+from recipes.papers.experiments.verdicts import ANY, Comparison, Verdict, above, decide
 from recipes.papers.mup.models import rate_factors
 from recipes.papers.training.compute import count_compute
 from surgery.mixers.masks.block_mixing import Blocks, BlocksMask
@@ -63,6 +62,7 @@ METHODS = (
     "tbm_8_frozen",
 )  # fmt: skip
 CORE = ("softmax", "mhla_frozen", "mhla", "tbm_1", "tbm_8", "tbm_8_near")
+PRINTED = "the paper: T = 8,192, where no model answers above chance"
 SETTINGS = (
     Setting(
         "cpu", "cpu", (32,), CORE, (3e-3, 1e-2, 3e-2, 1e-1), 4, 1500, 32, 64, 2,
@@ -197,28 +197,24 @@ def toeplitz_share(w_XMM: Tensor) -> Tensor:
 
 # -- results --------------------------------------------------------------------------------------------
 def verdict(rows: list[Row], setting: Setting) -> Verdict:
-    """Return the verdict on "Toeplitz mixing recalls more than dense mixing, which recalls more than frozen mixing"."""
-    if not is_complete(rows, setting):
-        return Verdict("undecided", f"the sweep `{setting.name}` is not complete")
+    """Return the verdict on "Toeplitz mixing recalls more than dense mixing, which recalls more than frozen mixing".
+
+    The paper's models answer less than chance, so no run reaches what it reports in a way that says anything.
+    """
     best = best_rows(rows, setting)
-    gain, learned = (
-        paired_difference(best, *pair, "accuracy") for pair in (("tbm_8", "mhla"), ("mhla", "mhla_frozen"))
-    )
-    assert gain is not None and learned is not None
-    text = f"tbm_8 - mhla: {gain}; mhla - mhla_frozen: {learned}{_others(best)}"
+    comparisons = [
+        Comparison(f"{a} - {b}", paired_difference(best, a, b, "accuracy"), above(0.0), fair)
+        for a, b, fair in (("tbm_8", "mhla", None), ("mhla", "mhla_frozen", ANY))
+    ]
     floor = 2 / max(setting.options["pairs"])
-    if max(mean_and_error(_accuracies(best, m))[0] for m in ("tbm_8", "mhla")) < floor:
-        return Verdict(
-            "undecided", f"neither answers {100 * floor:.0f}%, twice the share of a value drawn from the row; {text}"
-        )
-    if edges := edge_words(best, setting, ("tbm_8", "mhla", "mhla_frozen")):
-        return Verdict("undecided", f"{edges}; {text}")
-    if gain.low > 0 and learned.low > 0:
-        return Verdict("reproduced", text)
-    return Verdict("refuted" if gain.high < 0 else "undecided", text)
+    low = max(mean_and_error(_accuracies(best, m))[0] for m in ("tbm_8", "mhla")) < floor
+    return decide(
+        setting, best, comparisons, ("tbm_8", "mhla", "mhla_frozen"), missed=[PRINTED], besides=_others(best),
+        invalid=f"neither answers {100 * floor:.0f}%, twice the share of a value drawn from the row" if low else "",
+    )  # fmt: skip
 
 
-def _others(best: dict[tuple[str, int, int], Row]) -> str:
+def _others(best: BestRows) -> list[str]:
     """Return the paper's other comparisons in words."""
     found: list[tuple[str, Difference | None]] = [
         (f"{a} - {b}", paired_difference(best, a, b, "accuracy"))
@@ -226,10 +222,10 @@ def _others(best: dict[tuple[str, int, int], Row]) -> str:
     ]
     long = [row["by_length"]["8"] - row["accuracy"] for (m, _, _), row in best.items() if m == "tbm_8"]
     found.append(("tbm_8 at 8 times the length", difference(long)))
-    return "".join(f"; {name}: {value}" for name, value in found if value is not None)
+    return [f"{name}: {value}" for name, value in found if value is not None]
 
 
-def _accuracies(best: dict[tuple[str, int, int], Row], method: str) -> list[float]:
+def _accuracies(best: BestRows, method: str) -> list[float]:
     return [row["accuracy"] for (m, _, _), row in best.items() if m == method]
 
 
@@ -250,13 +246,12 @@ def table(rows: list[Row], setting: Setting) -> list[list[str]]:
         own = [row for (m, _, _), row in best.items() if m == method]
         if own:
             mean, error = mean_and_error([100 * a for a in _accuracies(best, method)])
-            edge = " (edge)" if at_edge(setting, own[0]["rate"]) else ""
             longer = [f"{100 * _mean(own, 'by_length', str(t)):.1f}" if own[0]["by_length"] else "" for t in TIMES]
             fit = moved = ""
             if "r2_end" in own[0]:
                 fit = f"{_mean(own, 'r2_start'):.3f}, {_mean(own, 'r2_end'):.3f}"
                 moved = f"{_mean(own, 'moved'):.3f} ({_mean(own, 'r2_moved'):.2f})"
-            lines.append([method, f"{mean:.1f} ± {error:.1f}", *longer, fit, moved, f"{own[0]['rate']:g}{edge}"])
+            lines.append([method, f"{mean:.1f} ± {error:.1f}", *longer, fit, moved, edge_mark(own)])
     floors = [row["floors"] for row in best.values()]
     if floors:
         words = ["drawn from all values", "drawn from the row's values"]
@@ -293,11 +288,8 @@ EXPERIMENT = Experiment(
     source="Toeplitz Block Mixing, Tables 2, 3, Figure 2",
     claim="Toeplitz mixing of blocks recalls more than dense mixing, which recalls more than frozen mixing",
     rule=(
-        "reproduced: the intervals of tbm_8 minus mhla and of mhla minus mhla_frozen lie above 0. Refuted: that of "
-        "tbm_8 minus mhla lies "
-        "below 0. Undecided if neither answers twice the share of a value drawn from the row. The other comparisons "
-        "(R, frozen exponentials, "
-        "start, length) are listed with their intervals"
+        "tbm_8 - mhla > 0, and mhla - mhla_frozen > 0, which cannot contradict. Undecided if neither answers "
+        "twice the share of a value drawn from the row. R, frozen exponentials, start and length decide nothing"
     ),
     settings=SETTINGS,
     smoke=SMOKE,

@@ -22,25 +22,25 @@ import torch
 
 from recipes.papers.experiments.driver import Experiment, main
 from recipes.papers.experiments.sweep import (
+    BestRows,
     Cell,
     Difference,
     Row,
     Setting,
-    Verdict,
-    at_edge,
     best_rows,
     difference,
-    edge_words,
-    is_complete,
+    edge_mark,
     mean_and_error,
 )
 from recipes.papers.experiments.text import train_text
+from recipes.papers.experiments.verdicts import DIVERGED, Comparison, Verdict, below, decide, has_diverged
 
 HEAD = 64
 RANKS = (32, 8, 6, 4, 4, 4, 4, 2)
 CORE = ("softmax", "window", "global_window", "mlr")
 METHODS = (*CORE, "mlr_sliding")
 CLOSE = 0.002  # nats per character within which losses count as equal
+PAPER = "the paper: T = 1,024, widths 256 to 768, 100,000 steps, OpenWebText"
 SETTINGS = (
     Setting(
         "cpu", "cpu", (16, 32), CORE, (3.3e-4, 1e-3, 3e-3, 9e-3, 2.7e-2), 3, 500, 8, 64, 2,
@@ -104,7 +104,7 @@ def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: t
 
 # -- results --------------------------------------------------------------------------------------------
 def at_equal_macs(
-    best: dict[tuple[str, int, int], Row], method: str, rival: str, macs: str = "macs", relative: bool = False
+    best: BestRows, method: str, rival: str, macs: str = "macs", relative: bool = False
 ) -> Difference | None:
     """Return loss(method) - loss(rival) at the method's MACs, over seeds and widths; None without a point in the
     rival's range.
@@ -133,23 +133,14 @@ def loss_at(curve: list[tuple[int, float]], macs: int) -> float | None:
 
 def verdict(rows: list[Row], setting: Setting) -> Verdict:
     """Return the verdict on "MLR attention is below softmax and windows at equal compute"."""
-    if not is_complete(rows, setting):
-        return Verdict("undecided", f"the sweep `{setting.name}` is not complete")
     best = best_rows(rows, setting)
-    if any(row["loss"] is None for row in best.values()):
-        return Verdict("undecided", "a run at the best rate diverged")
-    found = {rival: at_equal_macs(best, "mlr", rival) for rival in ("softmax", "window", "global_window")}
-    text = "; ".join(f"mlr - {rival}: {value or 'no common compute'}" for rival, value in found.items())
-    values = [value for value in found.values() if value is not None]
-    if edges := edge_words(best, setting, CORE):
-        return Verdict("undecided", f"{edges}; {text}")
-    if any(value.low > CLOSE for value in values):
-        return Verdict("refuted", text)
-    if len(values) == len(found) and all(
-        value.high < (CLOSE if r == "softmax" else 0) for r, value in zip(found, values)
-    ):
-        return Verdict("reproduced", text)
-    return Verdict("undecided", text)
+    if has_diverged(best, setting):
+        return DIVERGED
+    comparisons = [
+        Comparison(f"mlr - {rival}", at_equal_macs(best, "mlr", rival), below(bound), below(CLOSE))
+        for rival, bound in (("softmax", CLOSE), ("window", 0.0), ("global_window", 0.0))
+    ]
+    return decide(setting, best, comparisons, CORE, missed=[PAPER])
 
 
 def table(rows: list[Row], setting: Setting) -> list[list[str]]:
@@ -174,8 +165,7 @@ def table(rows: list[Row], setting: Setting) -> list[list[str]]:
         if own:
             mean, error = mean_and_error([row["loss"] for row in own])
             last = mean_and_error([row["by_position"][far] for row in own])[0]
-            edge = " (edge)" if at_edge(setting, own[0]["rate"]) else ""
-            cells = [f"{mean:.4f} ± {error:.4f}", f"{last:.4f}", f"{own[0]['rate']:g}{edge}"]
+            cells = [f"{mean:.4f} ± {error:.4f}", f"{last:.4f}", edge_mark(own)]
             lines.append([cell.method, str(cell.width), *cells, f"{own[0]['state']:,}", f"{own[0]['macs']:,}"])
     return lines
 
@@ -204,10 +194,8 @@ EXPERIMENT = Experiment(
     source="Customizing, Figures 4, 13",
     claim="MLR attention is below softmax, sliding windows, and global and window layers in turn at equal compute",
     rule=(
-        "differences of the held-out loss at equal MACs, by seed. Reproduced: the interval of mlr minus softmax lies "
-        "below 0.002 nats per "
-        "character, and those of mlr minus window and minus global_window below 0. Refuted: an interval lies above "
-        "0.002"
+        "losses at equal MACs, by seed: mlr minus softmax < 0.002 nats per character, mlr minus window < 0, mlr "
+        "minus global_window < 0; above 0.002 contradicts"
     ),
     settings=SETTINGS,
     smoke=SMOKE,

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from recipes.papers.experiments.characters import at_equal_macs
 from recipes.papers.experiments.driver import Experiment, main
-from recipes.papers.experiments.scaling import BLOCKS, draw, heads, table, train
-from recipes.papers.experiments.sweep import Row, Setting, Verdict, best_rows, edge_words, is_complete
+from recipes.papers.experiments.scaling import BLOCKS, PAPER, draw, heads, table, train
+from recipes.papers.experiments.sweep import Row, Setting, best_rows
+from recipes.papers.experiments.verdicts import DIVERGED, Comparison, Verdict, above, decide, has_diverged
 
 CLOSE = 0.02  # share of the rival's loss within which losses count as equal
 TWO, THREE, FOUR, RANK = "btt_c2_r1", "btt_c3_r1", "btt_c4_r1", "btt_c3_r2"
@@ -40,20 +41,11 @@ SMOKE = Setting(
 # -- results --------------------------------------------------------------------------------------------
 def verdict(rows: list[Row], setting: Setting) -> Verdict:
     """Return the verdict on "more cores than two, or a higher rank, give no lower loss at equal compute"."""
-    if not is_complete(rows, setting):
-        return Verdict("undecided", f"the sweep `{setting.name}` is not complete")
     best = best_rows(rows, setting)
-    if any(row["loss"] is None for row in best.values()):
-        return Verdict("undecided", "a run at the best rate diverged")
-    found = {f"{a} - {b}": at_equal_macs(best, a, b, relative=True) for a, b in PAIRS}
-    text = "; ".join(f"{pair}: {value or 'no common compute'}" for pair, value in found.items())
-    if edges := edge_words(best, setting, {name for pair in PAIRS for name in pair}):
-        return Verdict("undecided", f"{edges}; {text}")
-    values = [value for value in found.values() if value is not None]
-    if any(value.high < -CLOSE for value in values):
-        return Verdict("refuted", text)
-    decided = len(values) == len(PAIRS) and all(value.low > -CLOSE for value in values)
-    return Verdict("reproduced" if decided else "undecided", text)
+    if has_diverged(best, setting):
+        return DIVERGED
+    comparisons = [Comparison(f"{a} - {b}", at_equal_macs(best, a, b, relative=True), above(-CLOSE)) for a, b in PAIRS]
+    return decide(setting, best, comparisons, {name for pair in PAIRS for name in pair}, missed=[PAPER])
 
 
 EXPERIMENT = Experiment(
@@ -63,10 +55,8 @@ EXPERIMENT = Experiment(
     claim="three or four cores are no better than two at equal compute, and for three cores rank 2 is no better than "
     "rank 1",
     rule=(
-        "differences of the held-out loss at equal MACs, by seed, as a share of the rival's loss. Reproduced: the "
-        "intervals of three minus two cores, "
-        "of four minus two, and of rank 2 minus rank 1 lie above -2%. Refuted: one lies below -2%. Undecided if a best "
-        "rate lies at an end of the grid"
+        "losses at equal MACs, by seed, as shares of the rival's: three minus two cores > -2%, four minus two > "
+        "-2%, rank 2 minus rank 1 > -2%"
     ),
     settings=SETTINGS,
     smoke=SMOKE,

@@ -15,15 +15,16 @@ from recipes.papers.experiments.sweep import (
     Cell,
     Row,
     Setting,
-    Verdict,
     cell_minutes,
     gpu_minutes,
     is_complete,
+    missing_runs,
     read_rows,
     run_sweep,
     split_cells,
     stack_size,
 )
+from recipes.papers.experiments.verdicts import UNDECIDED, Verdict
 from recipes.papers.training.compute import CONVENTION
 from surgery.core.device import choose_device
 from surgery.core.errors import SurgeryError
@@ -36,7 +37,7 @@ MEMORY = {"cpu": 2.0, "gpu": 60.0}  # GB of a stack of runs
 class Experiment:
     """One experiment of a paper: see its fields in recall.py.
 
-    rule: which rows reproduce and which refute the claim, as docs/papers.md prints it. settings: sweeps of several
+    rule: the comparisons of the claim and its baselines; verdicts.py says what follows from them. settings: sweeps of several
     sizes; smoke: of seconds, for tests. data: help of the option --data, a file that `train` finds as options["data"]
     of the setting; "": no such option.
     """
@@ -75,9 +76,9 @@ class Experiment:
         have = sum(row["setting"] == setting.name for row in rows)
         state = f"{have} of {setting.runs} runs"
         if setting.where == "cpu":
-            return Verdict("undecided", f"{state}: {self.run_command(setting)}")
+            return Verdict(UNDECIDED, f"{state}: {self.run_command(setting)}")
         minutes = gpu_minutes(setting, self.heads, stack_size(setting, self.heads, MEMORY["gpu"]))
-        return Verdict("undecided: GPU time", f"{state}; forecast {math.ceil(minutes)} minutes of one H200, counted")
+        return Verdict(f"{UNDECIDED}: GPU time", f"{state}; forecast {math.ceil(minutes)} minutes of one H200, counted")
 
 
 def run(experiment: Experiment, arguments: argparse.Namespace) -> None:
@@ -127,8 +128,9 @@ def show(experiment: Experiment, paths: list[Path], plot: Path | None) -> str:
     for setting in shown:
         parts.append(f"Setting `{setting.name}`:\n\n{markdown(experiment.table(rows, setting))}")
     for setting in (*experiment.settings, *(s for s in shown if s not in experiment.settings)):
-        verdict = experiment.judge(rows, setting)
-        parts.append(f"`{setting.name}`: {verdict.word} ({verdict.why})")
+        left = missing_runs(rows, setting) if setting in shown else 0
+        more = f". `run` would train {left} more runs" if left else ""
+        parts.append(f"`{setting.name}`: {experiment.judge(rows, setting)}{more}")
     if plot is not None and shown:
         draw(experiment, rows, shown, plot)
     return "\n\n".join(parts)

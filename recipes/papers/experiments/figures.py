@@ -1,21 +1,23 @@
 """Every figure and table of the five papers: what it shows, the command or the tests that show it here, and the
 verdict.
 
-Where an experiment names a figure or table in its source, command and verdict are the experiment's. The others stand in
-PLACES: formulas with the tests that check them, drawings, measurements on other pages, and what is not shown here.
+Where an experiment names a figure or table in its source, command and verdict are the experiment's. The others have
+theirs in PLACES: formulas with the tests that check them, drawings, measurements on other pages, and what is not shown
+here.
 OUT_OF_REACH lists what takes data or hours of GPU that are not here, with the cost counted from the paper's sizes.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from recipes.papers.experiments.driver import Experiment
+from recipes.papers.experiments.driver import Experiment, markdown
 
 DRAWING = "a drawing, no claim"
-FORMULA = "holds (tests)"
+HOLDS = "holds"
+FORMULA = f"{HOLDS} (tests)"
 NO_SCRIPT = "undecided: no script here"
 FAR = "out of reach: [why](#what-no-gpu-hour-here-shows)"
 LARGE = "undecided: GPU time, [counted](#what-no-gpu-hour-here-shows)"
@@ -81,7 +83,7 @@ PLACES: dict[str, tuple[Place, ...]] = {
     ),
     TBM: (
         Place("Figure 1", "overview", "", DRAWING),
-        Place("Table 1", "cost of the mixing, linear in the number of blocks", "`python tests/helpers/mask_slopes.py`", "holds: [slope 0.97](measurements/performance.md#mixers-by-sequence-length)"),
+        Place("Table 1", "cost of the mixing, linear in the number of blocks", "`python tests/helpers/mask_slopes.py`", f"{HOLDS}: [slope 0.97](measurements/performance.md#mixers-by-sequence-length)"),
         Place("Table 2", "MQAR with scattered pairs: frozen and dense MHLA, TBM", "", LARGE),
         Place("Figure 2", "learned MHLA matrices are nearly Toeplitz", "`surgery inspect MODEL`"),
         Place("Figure 3", "time against the number of blocks", "`surgery bench attention`, `python tests/helpers/mask_slopes.py`, `python -m recipes.papers.experiments.speed show`", "[measured](measurements/performance.md#mixers-by-sequence-length); the paper's text and caption disagree"),
@@ -194,35 +196,24 @@ def places_in(text: str) -> set[str]:
     return found
 
 
-def figures_section(
-    experiments: Iterable[Experiment],
-    judge: Callable[[Experiment], list[tuple[str, str]]],
-    measured: Mapping[tuple[str, str], str],
-) -> str:
-    """Return one Markdown table of all places. judge(experiment): (setting, word of the verdict) of each setting.
-    measured: (paper, name of the place) -> verdicts of measurements on other pages, which follow that of the place."""
-    known = [(experiment, places_in(experiment.source)) for experiment in experiments]
-    lines = [
-        "| paper | figure or table | what it shows | command or test | verdict |",
-        "| --- | --- | --- | --- | --- |",
+def other_places(experiments: Iterable[Experiment]) -> list[tuple[str, Place]]:
+    """Return (paper, place) of all places that no experiment repeats, and of formulas, which tests check besides."""
+    known = [(experiment.source, places_in(experiment.source)) for experiment in experiments]
+    return [
+        (paper, place)
+        for paper, places in PLACES.items()
+        for place in places
+        if place.verdict.startswith(FORMULA)
+        or not any(source.startswith(paper) and own & places_in(place.name) for source, own in known)
     ]
-    for paper, places in PLACES.items():
-        for place in places:
-            matching = [e for e, own in known if e.source.startswith(paper) and own & places_in(place.name)]
-            how, verdict = place.how or "-", place.verdict
-            if own := measured.get((paper, place.name)):
-                verdict = f"{verdict}; {own}"
-            if matching:
-                commands = ", ".join(f"`{experiment.command} run`" for experiment in matching)
-                how = f"{how}, {commands}" if verdict == FORMULA else commands
-                words = [
-                    f"`{experiment.name}`, `{name}`: {word}"
-                    for experiment in matching
-                    for name, word in judge(experiment)
-                ]
-                verdict = "; ".join([FORMULA, *words] if verdict == FORMULA else words)
-            lines.append(f"| {paper} | {place.name} | {place.what} | {how} | {verdict} |")
-    return "\n".join(lines)
+
+
+def figures_section(experiments: Iterable[Experiment]) -> str:
+    """Return the Markdown table of the places that no experiment repeats."""
+    lines = [["figure or table", "what it shows", "command or test", "verdict"]]
+    for paper, place in other_places(experiments):
+        lines.append([f"{paper}, {place.name}", place.what, place.how or "-", place.verdict])
+    return markdown(lines)
 
 
 def costs_section() -> str:

@@ -1,8 +1,9 @@
-"""The generated sections of docs/papers.md: experiments with their verdicts, computed from the rows of the repository,
-all figures and tables of the five papers, and what is out of reach.
+"""The generated sections of docs/papers.md and docs/measurements/papers.md, computed from the rows of the repository:
+results with their verdicts and how many there are of each, tables of the rows, all other figures and tables of the five
+papers, and what is out of reach.
 
 python -m recipes.papers.experiments.page            print the sections
-python -m recipes.papers.experiments.page --write docs/papers.md
+python -m recipes.papers.experiments.page --write docs/papers.md docs/measurements/papers.md
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import math
 import textwrap
 from pathlib import Path
+from typing import NamedTuple
 
 from recipes.papers.experiments import (
     block_mixing,
@@ -33,8 +35,9 @@ from recipes.papers.experiments import (
     weight_norm,
 )
 from recipes.papers.experiments.driver import MEMORY, Experiment, load_rows, markdown
-from recipes.papers.experiments.figures import costs_section, figures_section
-from recipes.papers.experiments.sweep import gpu_minutes, is_complete, stack_size
+from recipes.papers.experiments.figures import FAR, HOLDS, PLACES, costs_section, figures_section, other_places
+from recipes.papers.experiments.sweep import Setting, gpu_minutes, is_complete, stack_size
+from recipes.papers.experiments.verdicts import combine, count
 from surgery.core.errors import SurgeryError
 
 EXPERIMENTS = (
@@ -58,51 +61,109 @@ EXPERIMENTS = (
 )
 
 
-def section() -> str:
-    """Return the section in Markdown."""
-    lines = [["experiment", "source", "command", "verdict"]]
-    tables = []
+class Result(NamedTuple):
+    """A line of the table of results. found: differences and the size of the runs. why: of the verdict."""
+
+    source: str
+    claim: str
+    found: str
+    word: str
+    why: str
+    command: str
+
+
+def results() -> list[Result]:
+    """Return the results of all experiments, and of the measured times, by paper."""
+    lines = [_result(experiment) for experiment in EXPERIMENTS]
+    for claim in speed.claims(speed.read_tables()):
+        source, verdict = f"{claim.paper}, {claim.place}", claim.verdict
+        command = "python -m recipes.papers.experiments.speed show"
+        lines.append(Result(source, claim.what, verdict.why, verdict.word, "", command))
+    papers = list(PLACES)
+    return sorted(lines, key=lambda line: papers.index(line.source.split(",")[0]))
+
+
+def _result(experiment: Experiment) -> Result:
+    rows, found, missing, words, reasons = load_rows(experiment, []), [], [], [], []
+    for setting in experiment.settings:
+        verdict = experiment.judge(rows, setting)
+        words.append(verdict.word)
+        if is_complete(rows, setting):
+            found.append(f"`{setting.name}`, {_runs(setting)}: {verdict.found}")
+            reasons.append(verdict.why)
+        elif setting.where == "gpu":
+            missing.append(f"`{setting.name}` {_minutes(experiment, setting)}")
+    if missing:
+        found.append(f"no rows yet, GPU minutes: {', '.join(missing)}")
+    command = f"{experiment.command} run" + (" --data FILE" if experiment.data else "")
+    return Result(experiment.source, experiment.claim, "; ".join(found), combine(words), "; ".join(reasons), command)
+
+
+def _runs(setting: Setting) -> str:
+    """Return the size of the runs in words. One step: nothing is trained."""
+    tokens = setting.steps * setting.rows * setting.length
+    trained = f" of {tokens:,} tokens" if setting.steps > 1 else ""
+    return f"T = {setting.length:,}, {setting.seeds} seeds{trained}"
+
+
+def results_section() -> str:
+    """Return the number of results of each verdict, and the table of all, in Markdown."""
+    lines = [["result", "what the paper says", "what was found", "verdict", "command"]]
+    for result in results():
+        verdict = f"{result.word} ({result.why})" if result.why else result.word
+        cells = (result.source, result.claim, result.found, verdict, f"`{result.command}`")
+        lines.append([cell.replace("|", "\\|") for cell in cells])
+    return f"{counts()}\n\n{markdown(lines)}"
+
+
+def counts() -> str:
+    """Return how many results have each verdict, in words."""
+    words = [result.word for result in results()]
+    others = [place.verdict for _, place in other_places(EXPERIMENTS)]
+    hold, far = (sum(verdict.startswith(word) for verdict in others) for word in (HOLDS, FAR))
+    return (
+        f"Of {len(words)} results: {count(words)}. Of the other figures and tables {hold} hold by tests or a "
+        f"measurement, and {far} are out of reach."
+    )
+
+
+def rules_section() -> str:
+    """Return the comparisons of each experiment in Markdown."""
+    return "\n".join(f"- {e.title} (`{e.name}`): {e.rule}" for e in EXPERIMENTS)
+
+
+def rows_section() -> str:
+    """Return the verdict of every setting, and the tables of those with rows, in Markdown."""
+    lines, tables = [["setting", "verdict"]], []
     for experiment in EXPERIMENTS:
         rows = load_rows(experiment, [])
         for setting in experiment.settings:
-            verdict = experiment.judge(rows, setting)
-            command = f"`{experiment.run_command(setting)}`"
-            lines.append(
-                [f"{experiment.title}, `{setting.name}`", experiment.source, command, _words(verdict.word, verdict.why)]
-            )
+            verdict = str(experiment.judge(rows, setting)).replace("|", "\\|")
+            lines.append([f"`{experiment.name}`, `{setting.name}`", verdict])
             if is_complete(rows, setting):
-                tables.append(f"`{experiment.name}`, setting `{setting.name}` ({_size(experiment, setting.name)}):")
+                tables.append(f"`{experiment.name}`, setting `{setting.name}` ({_size(experiment, setting)}):")
                 tables.append(markdown(experiment.table(rows, setting)))
-    rules = [f"- {e.title}: {e.rule}" for e in EXPERIMENTS]
-    return "\n\n".join(["Rules of the verdicts:", "\n".join(rules), markdown(lines), *tables])
+    return "\n\n".join([markdown(lines), *tables])
 
 
-def _words(word: str, why: str) -> str:
-    return f"{word} ({why})".replace("|", "\\|")
-
-
-def _size(experiment: Experiment, name: str) -> str:
-    setting = experiment.setting(name)
+def _size(experiment: Experiment, setting: Setting) -> str:
     counted = f"{setting.steps:,} steps of {setting.rows} rows of {setting.length} tokens, {setting.seeds} seeds"
-    if setting.where == "cpu":
-        return counted
-    minutes = gpu_minutes(setting, experiment.heads, stack_size(setting, experiment.heads, MEMORY["gpu"]))
-    return f"{counted}, forecast {math.ceil(minutes)} GPU minutes"
+    return counted if setting.where == "cpu" else f"{counted}, forecast {_minutes(experiment, setting)} GPU minutes"
 
 
-def judge(experiment: Experiment) -> list[tuple[str, str]]:
-    """Return (setting, word of the verdict) of each setting, from the rows of the repository."""
-    rows = load_rows(experiment, [])
-    return [(setting.name, experiment.judge(rows, setting).word) for setting in experiment.settings]
+def _minutes(experiment: Experiment, setting: Setting) -> int:
+    return math.ceil(gpu_minutes(setting, experiment.heads, stack_size(setting, experiment.heads, MEMORY["gpu"])))
 
 
 def sections() -> dict[str, str]:
     """Return marker -> section in Markdown, with its prose at 120 columns."""
     contents = {
-        "experiments": section(),
-        "speed": speed.section(),
-        "figures": figures_section(EXPERIMENTS, judge, speed.measured()),
+        "results": results_section(),
+        "figures": figures_section(EXPERIMENTS),
         "costs": costs_section(),
+        "rules": rules_section(),
+        "rows": rows_section(),
+        "speed": speed.section(),
     }
     return {name: "\n".join(map(_wrapped, content.split("\n"))) for name, content in contents.items()}
 
@@ -115,28 +176,36 @@ def _wrapped(line: str) -> str:
     return textwrap.fill(line, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def replace_section(text: str) -> str:
-    """Return the page with each section between its markers. Raises SurgeryError if the page lacks markers."""
+def replace_sections(text: str) -> str:
+    """Return the page with the sections whose markers it has. Raises SurgeryError if it has none, or half a pair."""
+    found = 0
     for name, content in sections().items():
         begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        if begin not in text and end not in text:
+            continue
         if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
             raise SurgeryError(
                 f"the page must contain {begin} and {end} once each, in this order. Add them where the table belongs."
             )
         before, rest = text.split(begin)
         text = f"{before}{begin}\n{content}\n{end}{rest.split(end)[1]}"
+        found += 1
+    if not found:
+        raise SurgeryError(f"the page has no markers of {', '.join(sections())}. Add <!-- NAME --> and <!-- /NAME -->.")
     return text
 
 
 def main() -> None:
     """Print the sections, or write them into a page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, help="Replace the sections of this page.")
+    parser.add_argument("--write", type=Path, nargs="+", help="Replace the sections of these pages.")
     given = parser.parse_args()
     if given.write is None:
         print("\n\n".join(sections().values()))
-    else:
-        given.write.write_text(replace_section(given.write.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in given.write or ():
+        path.write_text(replace_sections(path.read_text(encoding="utf-8")), encoding="utf-8")
+    if given.write:
+        print(counts())
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from recipes.papers.experiments.driver import markdown
 from recipes.papers.experiments.figures import FLOPS, LOG_LINEAR, TBM
-from recipes.papers.experiments.sweep import Verdict
 from recipes.papers.experiments.times import Times, faster_from, slope, words
+from recipes.papers.experiments.verdicts import Verdict
 from surgery.core import errors
 from surgery.core.errors import SurgeryError
 
@@ -184,14 +184,6 @@ def _steps() -> Verdict:
         "undecided: GPU time",
         f"no rows; forecast {math.ceil(seconds / 60)} minutes of one H200, counted: two models of 800M",
     )
-
-
-def measured(path: Path | None = None) -> dict[tuple[str, str], str]:
-    """Return (paper, place) -> words of the verdicts, for the table of figures."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for claim in claims(read_tables(path)):
-        found.setdefault((claim.paper, claim.place), []).append(f"{claim.what}: {claim.verdict.word}")
-    return {key: "; ".join(parts) for key, parts in found.items()}
 
 
 def read_tables(path: Path | None = None) -> dict[str, Rivals]:

@@ -26,21 +26,20 @@ from recipes.papers.experiments.sweep import (
     Cell,
     Row,
     Setting,
-    Verdict,
-    at_edge,
     best_rows,
-    edge_words,
+    edge_mark,
     finite_or_none,
-    is_complete,
     mean_and_error,
 )
 from recipes.papers.experiments.text import VOCABULARY, CodeRows
 from recipes.papers.experiments.training import train_stack
+from recipes.papers.experiments.verdicts import DIVERGED, Comparison, Verdict, below, decide, has_diverged
 from recipes.papers.mup.models import SweepSizes, make_gpt2
 from recipes.papers.training.compute import count_compute
 from recipes.papers.training.stacked import Batch, StackedTraining, causal_mask
 
 METHODS = ("dense", "btt")
+PAPER = "the paper: T = 512, 124M parameters, 600,000 steps, OpenWebText"
 SETTINGS = (
     Setting(
         "cpu", "cpu", (16, 32, 64), METHODS, (6.7e-4, 2e-3, 6e-3, 1.8e-2, 5.4e-2), 3, 200, 8, 32, 2,
@@ -117,22 +116,16 @@ def score(stack: StackedTraining, setting: Setting, ids_NT: Tensor, runs: int) -
 # -- results --------------------------------------------------------------------------------------------
 def verdict(rows: list[Row], setting: Setting) -> Verdict:
     """Return the verdict on "BTT is below dense at equal compute with the head, and about equal without it"."""
-    if not is_complete(rows, setting):
-        return Verdict("undecided", f"the sweep `{setting.name}` is not complete")
     best = best_rows(rows, setting)
-    if any(row["loss"] is None for row in best.values()):
-        return Verdict("undecided", "a run at the best rate diverged")
+    if has_diverged(best, setting):
+        return DIVERGED
     whole, body = (at_equal_macs(best, "btt", "dense", macs) for macs in ("macs_with_head", "macs"))
-    text = (
-        f"btt - dense at equal MACs with the head: {whole or 'no common compute'}; without it: "
-        f"{body or 'no common compute'}"
-    )
-    if edges := edge_words(best, setting, METHODS):
-        return Verdict("undecided", f"{edges}; {text}")
-    if whole is not None and whole.low > 0:
-        return Verdict("refuted", text)
-    decided = whole is not None and body is not None and whole.high < 0 and abs(body.mean) < abs(whole.mean) / 2
-    return Verdict("reproduced" if decided else "undecided", text)
+    close = whole is not None and body is not None and abs(body.mean) < abs(whole.mean) / 2
+    return decide(
+        setting, best, [Comparison("btt - dense at equal MACs with the head", whole, below(0.0))], METHODS,
+        missed=[PAPER], besides=[f"without it: {body or 'no common compute'}"],
+        lacking="" if close else "the difference without the head is not less than half as large",
+    )  # fmt: skip
 
 
 def table(rows: list[Row], setting: Setting) -> list[list[str]]:
@@ -145,9 +138,8 @@ def table(rows: list[Row], setting: Setting) -> list[list[str]]:
         ]
         if own:
             mean, error = mean_and_error([row["loss"] for row in own])
-            edge = " (edge)" if at_edge(setting, own[0]["rate"]) else ""
             counts = [f"{own[0][key]:,}" for key in ("parameters", "macs", "macs_with_head")]
-            lines.append([*map(str, cell), f"{mean:.4f} ± {error:.4f}", f"{own[0]['rate']:g}{edge}", *counts])
+            lines.append([*map(str, cell), f"{mean:.4f} ± {error:.4f}", edge_mark(own), *counts])
     return lines
 
 
@@ -171,11 +163,8 @@ EXPERIMENT = Experiment(
     source="Compute Better Spent, Figure 9",
     claim="BTT is below dense at equal compute with the head, and about equal without it",
     rule=(
-        "differences of the held-out loss at equal MACs, by seed. Reproduced: with the head the interval of btt minus "
-        "dense lies below 0, and "
-        "without it the mean difference is less than half as large. Refuted: with the head the interval lies above 0. "
-        "Undecided if a best rate "
-        "lies at an end of the grid"
+        "losses at equal MACs, by seed: btt minus dense < 0 with the head. Also: the mean difference without it "
+        "is less than half as large"
     ),
     settings=SETTINGS,
     smoke=SMOKE,

@@ -4,9 +4,10 @@
     run_sweep(experiment, ..)                          trains what the file lacks; may be killed at any moment
     paired_difference(rows, a, b)                      mean over pairs of equal width and seed, with its 95% interval
 
-A sweep first trains every cell (method, width) with all rates and seed 0, then the other seeds at the best rate, or at
-all rates (`every_rate`). The best rate has the lowest `loss` of its row, which is of held-out examples, for every
-method alike.
+A sweep first trains every cell (method, width) with all rates and the first `rate_seeds` seeds. If the best rate lies
+at an end of the grid, one more value beyond this end is tried. Then come the other seeds at the best rate, or at all
+rates (`every_rate`). The best rate has the lowest mean `loss` of its rows, which is of held-out examples, over the
+seeds that have rows at all rates, for every method alike.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from surgery.eval.results.statistics import student_quantile
 
 KEYS = ("setting", "method", "width", "rate", "seed")  # of a row: what was run
 MAX_LINE = 100_000  # characters of a row
+PHASES = ("rates", "beyond", "seeds")  # of the runs of a cell: rates of the grid, one beyond it, the other seeds
 Row = dict[str, Any]
+BestRows = dict[tuple[str, int, int], Row]  # (method, width, seed) -> row at the best rate of its cell
 
 
 class Cell(NamedTuple):
@@ -42,7 +45,8 @@ class Setting:
 
     where: `cpu` or `gpu`. rates: peak learning rates that every method tries. seeds: runs at the best rate. steps,
     rows, length: of training. options: what only the experiment reads. graph: whether a GPU records the step as a CUDA
-    graph. every_rate: train all seeds at every rate, for claims about the best rate itself.
+    graph. every_rate: train all seeds at every rate, for claims about the best rate itself. rate_seeds: seeds on which
+    rates are chosen. as_printed: whether data, sizes and rates are the paper's.
     """
 
     name: str
@@ -58,16 +62,28 @@ class Setting:
     options: dict[str, Any]
     graph: bool = True
     every_rate: bool = False
+    rate_seeds: int = 2
+    as_printed: bool = False
 
     @property
     def runs(self) -> int:
-        """Number of runs."""
-        return len(self.cells) * (len(self.rates) + self.later_runs)
+        """Number of runs, without rates beyond the grid."""
+        return len(self.cells) * (self.choosing_runs + self.later_runs)
+
+    @property
+    def choosing_seeds(self) -> int:
+        """Number of seeds that train at all rates."""
+        return self.seeds if self.every_rate else min(self.rate_seeds, self.seeds)
+
+    @property
+    def choosing_runs(self) -> int:
+        """Number of runs of a cell that choose its rate."""
+        return self.choosing_seeds * len(self.rates)
 
     @property
     def later_runs(self) -> int:
-        """Number of runs of a cell at other seeds than 0."""
-        return (self.seeds - 1) * (len(self.rates) if self.every_rate else 1)
+        """Number of runs of a cell at the other seeds."""
+        return self.seeds - self.choosing_seeds
 
     @property
     def cells(self) -> list[Cell]:
@@ -76,16 +92,9 @@ class Setting:
         return sorted((Cell(m, w) for m in self.methods for w in own.get(m, self.widths)), key=lambda cell: cell.width)
 
 
-class Verdict(NamedTuple):
-    """What `show` says about a claim. word: reproduced, refuted, undecided or out of reach."""
-
-    word: str
-    why: str
-
-
 class Difference(NamedTuple):
     """Mean of paired differences, its standard error and 95% interval (Student's t); the interval is infinite for one
-    pair.
+    pair. unit: of `pairs`. lost: degrees of freedom that estimates take away.
     """
 
     mean: float
@@ -93,9 +102,23 @@ class Difference(NamedTuple):
     low: float
     high: float
     pairs: int
+    unit: str = "pairs"
+    lost: int = 1
+
+    @property
+    def freedom(self) -> float:
+        """Degrees of freedom."""
+        return float(self.pairs - self.lost)
+
+    def at_level(self, level: float) -> Difference:
+        """Return the difference with the interval of another level."""
+        if self.freedom < 1:
+            return self._replace(low=-math.inf, high=math.inf)
+        reach = student_quantile(self.freedom, level) * self.error if self.error else 0.0
+        return self._replace(low=self.mean - reach, high=self.mean + reach)
 
     def __str__(self) -> str:
-        return f"{self.mean:+.4g} [{self.low:+.4g}, {self.high:+.4g}], {self.pairs} pairs"
+        return f"{self.mean:+.4g} [{self.low:+.4g}, {self.high:+.4g}], {self.pairs} {self.unit}"
 
 
 # -- rows -----------------------------------------------------------------------------------------------
@@ -175,7 +198,7 @@ def run_sweep(
     """
     chosen = setting.cells if cells is None else cells
     began, slowest = time.monotonic(), 0.0
-    for phase in ("rates", "seeds"):
+    for phase in PHASES:
         for cell in chosen:
             for runs in _stacks(_missing(setting, cell, phase, read_rows(out)), stack(cell)):
                 spent = time.monotonic() - began
@@ -189,8 +212,7 @@ def run_sweep(
                 shared = {"seconds": round(seconds / len(runs), 3), "stack": len(runs), "device": str(device)}
                 append_rows(out, [{**row, **shared} for row in rows])
                 known = read_rows(out)
-                missing = sum(len(_missing(setting, c, p, known)) for c in chosen for p in ("rates", "seeds"))
-                left = missing * slowest / 60
+                left = sum(len(_missing(setting, c, p, known)) for c in chosen for p in PHASES) * slowest / 60
                 best = min((row["loss"] for row in rows if row["loss"] is not None), default=math.nan)
                 say(
                     f"{setting.name} {cell.method} {cell.width}: {len(runs)} runs, {seconds:.1f} s, lowest loss "
@@ -208,20 +230,68 @@ def _stacks(runs: list[tuple[float, int]], most: int) -> list[list[tuple[float, 
 
 def _missing(setting: Setting, cell: Cell, phase: str, rows: list[Row]) -> list[tuple[float, int]]:
     """Return the (rate, seed) of the phase that have no row."""
-    done = {key_of(row) for row in rows}
-    wanted = [(rate, 0) for rate in setting.rates]
-    if phase == "seeds":
-        best = best_rate(rows, setting.name, cell)
-        rates = setting.rates if setting.every_rate else [] if best is None else [best]
-        wanted = [(rate, seed) for rate in rates for seed in range(1, setting.seeds)]
+    done, choosing = {key_of(row) for row in rows}, range(setting.choosing_seeds)
+    if phase == "rates":
+        wanted = [(rate, seed) for seed in choosing for rate in setting.rates]
+    elif phase == "beyond":
+        wanted = [(rate, seed) for seed in choosing for rate in rates_beyond(rows, setting, cell)]
+    else:
+        best = best_rate(rows, setting, cell)
+        wanted = [] if best is None else [(best, seed) for seed in range(setting.choosing_seeds, setting.seeds)]
     return [(rate, seed) for rate, seed in wanted if (setting.name, *cell, rate, seed) not in done]
 
 
-def best_rate(rows: list[Row], setting: str, cell: Cell) -> float | None:
-    """Return the rate with the lowest loss at seed 0; None without a finite loss."""
-    own = [r for r in rows if (r["setting"], r["method"], r["width"], r["seed"]) == (setting, *cell, 0)]
-    finite = [r for r in own if r["loss"] is not None]
-    return min(finite, key=lambda r: r["loss"])["rate"] if finite else None
+def rates_beyond(rows: list[Row], setting: Setting, cell: Cell) -> list[float]:
+    """Return the rate to try beyond the end of the grid at which the best of its rates lies, or none."""
+    rates = sorted(setting.rates)
+    if len(rates) < 2 or len(seeds_at(rows, setting, cell, rates)) < setting.choosing_seeds:
+        return []
+    best = _lowest(rows, setting, cell, rates)
+    found = {rates[0]: rates[0] ** 2 / rates[1], rates[-1]: rates[-1] ** 2 / rates[-2]}
+    return [float(f"{found[best]:.3g}")] if best in found else []
+
+
+def tried_rates(rows: list[Row], setting: Setting, cell: Cell) -> list[float]:
+    """Return the rates from which the best is chosen, ascending: those of the grid that seed 0 has tried, and the one
+    beyond it if it has all its rows.
+    """
+    known = [rate for rate in setting.rates if 0 in seeds_at(rows, setting, cell, [rate])]
+    beyond = rates_beyond(rows, setting, cell)
+    complete = len(seeds_at(rows, setting, cell, beyond)) >= setting.choosing_seeds
+    return sorted([*known, *(beyond if complete else [])])
+
+
+def seeds_at(rows: list[Row], setting: Setting, cell: Cell, rates: Iterable[float]) -> list[int]:
+    """Return the seeds that have rows at all these rates."""
+    done, every = {key_of(row) for row in rows}, tuple(rates)
+    return [s for s in range(setting.seeds) if all(done.issuperset(_keys(setting, cell, rate, [s])) for rate in every)]
+
+
+def _keys(setting: Setting, cell: Cell, rate: float, seeds: Iterable[int]) -> list[tuple[Any, ...]]:
+    """Return what identifies the runs of a cell at a rate."""
+    return [(setting.name, *cell, rate, seed) for seed in seeds]
+
+
+def _lowest(rows: list[Row], setting: Setting, cell: Cell, rates: list[float]) -> float | None:
+    """Return the rate with the lowest mean loss over the seeds that have rows at all rates; None if all diverged."""
+    seeds = seeds_at(rows, setting, cell, rates)
+    losses = {key_of(row): row["loss"] for row in rows}
+    found = {rate: [losses[key] for key in _keys(setting, cell, rate, seeds)] for rate in rates}
+    means = {rate: fmean(own) for rate, own in found.items() if own and None not in own}
+    return min(means, key=means.__getitem__) if means else None
+
+
+def best_rate(rows: list[Row], setting: Setting, cell: Cell) -> float | None:
+    """Return the rate with the lowest mean loss over the seeds that tried all; None if none has only finite losses."""
+    return _lowest(rows, setting, cell, tried_rates(rows, setting, cell))
+
+
+def at_edge(rows: list[Row], setting: Setting, cell: Cell) -> bool:
+    """Return whether the best rate lies at an end of the rates that were tried, so that a better one may lie
+    outside.
+    """
+    rates = tried_rates(rows, setting, cell)
+    return len(rates) > 1 and best_rate(rows, setting, cell) in (rates[0], rates[-1])
 
 
 def finite_or_none(value: float) -> float | None:
@@ -243,7 +313,7 @@ def cell_minutes(setting: Setting, cell: Cell, heads: int, stack: int) -> float:
     """Return the part of one cell in `gpu_minutes`."""
     tokens, total = setting.rows * setting.length, 0.0
     moved = tokens * setting.layers * (50_000 * cell.width / 64 + 120 * heads * setting.length)
-    for count in (len(setting.rates), setting.later_runs):
+    for count in (setting.choosing_runs, setting.later_runs):
         for some in _stacks([(0.0, 0)] * count, stack):
             total += 2 * setting.steps * max(1.5e-3, len(some) * moved / 4.1e12)
     return total / 60
@@ -274,47 +344,61 @@ def stack_size(setting: Setting, heads: Callable[[Cell], int], memory: float) ->
 
 
 # -- statistics -----------------------------------------------------------------------------------------
-def best_rows(rows: list[Row], setting: Setting) -> dict[tuple[str, int, int], Row]:
-    """Return (method, width, seed) -> row at the best rate of its cell."""
+def best_rows(rows: list[Row], setting: Setting) -> BestRows:
+    """Return the rows at the best rate of each cell.
+
+    Each also has `edge`: whether that rate lies at an end of the rates that were tried, and `chosen_on`: the number of
+    seeds that chose it, or all where the grid has one rate.
+    """
     found = {}
     for cell in setting.cells:
-        rate = best_rate(rows, setting.name, cell)
-        for row in rows:
-            if (row["setting"], row["method"], row["width"], row["rate"]) == (setting.name, *cell, rate):
-                found[cell.method, cell.width, row["seed"]] = row
+        own = [row for row in rows if (row["setting"], row["method"], row["width"]) == (setting.name, *cell)]
+        rate, edge = best_rate(own, setting, cell), at_edge(own, setting, cell)
+        seeds = len(seeds_at(own, setting, cell, setting.rates)) if len(setting.rates) > 1 else setting.seeds
+        for row in own:
+            if row["rate"] == rate:
+                found[cell.method, cell.width, row["seed"]] = {**row, "edge": edge, "chosen_on": seeds}
     return found
 
 
 def is_complete(rows: list[Row], setting: Setting) -> bool:
-    """Return whether every run of the sweep has a row."""
-    return all(not _missing(setting, cell, phase, rows) for cell in setting.cells for phase in ("rates", "seeds"))
+    """Return whether there are rows of all seeds at the best rates, and of seed 0 at least at all rates."""
+    for cell in setting.cells:
+        done, best = seeds_at(rows, setting, cell, setting.rates), best_rate(rows, setting, cell)
+        if 0 not in done:
+            return False
+        if not setting.every_rate:
+            done = list(range(setting.seeds)) if best is None else seeds_at(rows, setting, cell, [best])
+        if len(done) < setting.seeds:
+            return False
+    return True
 
 
-def at_edge(setting: Setting, rate: float) -> bool:
-    """Return whether a rate lies at an end of the grid, so that a better one may lie outside."""
-    return len(setting.rates) > 1 and rate in (min(setting.rates), max(setting.rates))
+def missing_runs(rows: list[Row], setting: Setting) -> int:
+    """Return how many runs `run` would train, as far as the rows tell."""
+    return sum(len(_missing(setting, cell, phase, rows)) for cell in setting.cells for phase in PHASES)
 
 
-def edge_words(best: dict[tuple[str, int, int], Row], setting: Setting, methods: Iterable[str]) -> str:
+def edge_mark(own: Sequence[Row]) -> str:
+    """Return the rate of rows at the best rate of a cell, marked if it lies at an end of the grid."""
+    return f"{own[0]['rate']:g}{' (edge)' if own[0]['edge'] else ''}"
+
+
+def edge_words(best: BestRows, methods: Iterable[str]) -> str:
     """Return which of the methods have a best rate at an end of the grid, as a clause for verdicts; empty if none."""
     chosen = set(methods)
-    found = {f"{m} {w}" for (m, w, _), row in best.items() if m in chosen and at_edge(setting, row["rate"])}
+    found = {f"{m} {w}" for (m, w, _), row in best.items() if m in chosen and row["edge"]}
     return f"the best rate of {', '.join(sorted(found))} lies at an end of the grid" if found else ""
 
 
 def difference(values: Sequence[float]) -> Difference:
     """Return the mean of paired differences with its interval."""
-    n = len(values)
-    mean = fmean(values)
-    if n < 2:
-        return Difference(mean, math.nan, -math.inf, math.inf, n)
-    error = stdev(values) / math.sqrt(n)
-    reach = student_quantile(float(n - 1)) * error if error else 0.0
-    return Difference(mean, error, mean - reach, mean + reach, n)
+    mean, error = mean_and_error(values)
+    return Difference(mean, error, math.nan, math.nan, len(values)).at_level(0.95)
 
 
 def paired_difference(
-    rows: dict[tuple[str, int, int], Row], a: str, b: str, metric: str, widths: Iterable[int] | None = None
+    rows: BestRows, a: str, b: str, metric: str, widths: Iterable[int] | None = None
 ) -> Difference | None:
     """Return metric(a) - metric(b) over pairs of equal width and seed; None without a pair."""
     pairs = [

@@ -25,17 +25,14 @@ from recipes.papers.experiments.sweep import (
     Cell,
     Row,
     Setting,
-    Verdict,
-    at_edge,
     best_rows,
     difference,
-    edge_words,
-    is_complete,
     mean_and_error,
     paired_difference,
 )
 from recipes.papers.experiments.text import VOCABULARY, CodeRows, score_text, text_loss
 from recipes.papers.experiments.training import train_stack
+from recipes.papers.experiments.verdicts import UNDECIDED, Comparison, Verdict, above, below, decide, has_diverged
 from recipes.papers.mup.models import rate_factors
 from recipes.papers.training.compute import count_compute
 from recipes.papers.training.stacked import Batch, StackedTraining, causal_mask
@@ -44,6 +41,7 @@ from surgery.training.weight_norm import add_core_norms
 BTT = {"structure": "btt", "blocks": "sqrt", "rank": 4}
 TIMES = 20  # measurements of a run
 CLOSE = 0.002  # nats per character within which losses count as equal
+PAPER = "the paper: GPT-2, OpenWebText"
 SETTINGS = (
     Setting(
         "cpu", "cpu", (64,), ("none", "cores"), (1.9e-4, 7.5e-4, 3e-3, 1.2e-2), 4, 600, 8, 32, 4,
@@ -178,23 +176,21 @@ def growth(row: Row) -> float:
 
 def verdict(rows: list[Row], setting: Setting) -> Verdict:
     """Return the verdict on "features grow without core norms and not with them, and the loss is no worse"."""
-    if not is_complete(rows, setting):
-        return Verdict("undecided", f"the sweep `{setting.name}` is not complete")
     best = {key: {**row, "growth": growth(row)} for key, row in best_rows(rows, setting).items()}
-    if any(row["loss"] is None or math.isinf(row["growth"]) for row in best.values()):
-        return Verdict("undecided", "a run at the best rate diverged, or has too few measurements")
+    if has_diverged(best, setting) or any(math.isinf(row["growth"]) for row in best.values()):
+        return Verdict(UNDECIDED, "a run at the best rate diverged, or has too few measurements")
     none, cores = (
         difference([r["growth"] for (m, _, _), r in best.items() if m == method]) for method in ("none", "cores")
     )
-    loss = paired_difference(best, "cores", "none", "loss")
-    gap = paired_difference(best, "cores", "none", "growth")
-    assert loss is not None and gap is not None
-    text = f"growth without norms {none}, with {cores}; cores - none in growth: {gap}, in loss: {loss}"
-    if edges := edge_words(best, setting, ("none", "cores")):
-        return Verdict("undecided", f"{edges}; {text}")
-    if none.low > 0 and gap.high < 0 and cores.low <= 0 and loss.high < CLOSE:
-        return Verdict("reproduced", text)
-    return Verdict("refuted" if none.high < 0 or gap.low > 0 or loss.low > CLOSE else "undecided", text)
+    comparisons = [
+        Comparison("growth without norms", none, above(0.0)),
+        Comparison("cores - none in growth", paired_difference(best, "cores", "none", "growth"), below(0.0)),
+        Comparison("cores - none in loss", paired_difference(best, "cores", "none", "loss"), below(CLOSE)),
+    ]
+    return decide(
+        setting, best, comparisons, ("none", "cores"), missed=[PAPER], besides=[f"growth with norms {cores}"],
+        lacking="features grow with norms too" if cores.low > 0 else "",
+    )  # fmt: skip
 
 
 def table(rows: list[Row], setting: Setting) -> list[list[str]]:
@@ -206,8 +202,7 @@ def table(rows: list[Row], setting: Setting) -> list[list[str]]:
         others = [r for r in rows if (r["setting"], r["method"], r["seed"]) == (setting.name, method, 0)]
         lines += [_line(method, [r], "") for r in others if own and r["rate"] != own[0]["rate"]]
         if own:
-            edge = " (edge)" if at_edge(setting, own[0]["rate"]) else ""
-            lines.append(_line(method, own, f" (best){edge}"))
+            lines.append(_line(method, own, " (best, edge)" if own[0]["edge"] else " (best)"))
     return lines
 
 
@@ -248,11 +243,9 @@ EXPERIMENT = Experiment(
     source="Compute Better Spent, Figure 7",
     claim="without norms the features grow without bound; with them they stay bounded, and the loss is no worse",
     rule=(
-        "growth of the features (e-folds over the second half of training) at the best rates. Reproduced: its interval "
-        "lies above 0 without norms "
-        "and not with them, that of the difference by seed excludes 0, and the interval of the difference of the "
-        "losses lies below 0.002 nats. "
-        "Refuted: the features shrink without norms or grow more with them, or the loss is worse by more than 0.002"
+        "growth of the features (e-folds over the second half of training) at the best rates: > 0 without norms, "
+        "cores minus none < 0, and cores minus none in the loss < 0.002 nats. Also: the plain interval with norms "
+        "reaches 0"
     ),
     settings=SETTINGS,
     smoke=SMOKE,

@@ -9,7 +9,9 @@ Both rules are four matrices per chunk. With the state S (F, V) at the start of 
 
 Delta rule in WY form (Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule", eqs. 10-11):
 T = (I + tril(diag(beta) K K^T, -1))^-1 diag(beta); inner = tril(Q K^T) T, write = T^T K, read = Q - inner K,
-carry = I - K^T T K. Gates are scalars and commute with these matrices, so they are part of M.
+carry = I - K^T T K. Gates are scalars and commute with these matrices, so they are part of M. Guo et al. 2025, section
+2 and its table, print T_K with I - L and the causal mask as 1{i <= j}; their text, like this code, has L - I and
+s <= t.
 Axes: x any leading axes, J query heads per key/value head, C tokens of the chunk, F features, V values.
 """
 

@@ -5,6 +5,7 @@ blocks:
 
     level(t, s) = 1 + min {k : floor(t / 2^k) - floor(s / 2^k) <= 1}      level(t, t) = 0
 
+The appendix has two figures and no formula for the levels; this one equals the recursive division that they show.
 Weak admissibility (log_linear.py) asks for the same block. After n >= 1 tokens there is one bucket for each level l = 1
 .. bit_length(n), and all of them hold tokens: bucket l holds the positions from start_l to start_(l-1) - 1, where
 start_l = (floor(n / 2^(l-1)) - 1) 2^(l-1) and start_0 = n. These are 2^(l-2) or 2^(l-1) tokens for l > 1, and one token

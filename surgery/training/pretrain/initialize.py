@@ -12,8 +12,9 @@ Sources: Qiu et al. 2024, "Compute Better Spent", section 3.2 and Table 2; Yang 
 
 low_rank_start is the standard deviation of the first factor V of a low-rank layer U V: "spectral" is sqrt(rank) / in,
 as for every core; "unit" is sqrt(1 / in), as in Qiu et al. 2024, appendix E.2. With "unit", gradients do not vanish
-with the width where U is 0. The paper also initializes W_Q with 0; here it is initialized like other linears. optim.py
-sets the matching learning rates when the recipe has a base_width.
+with the width where U is 0. The paper also initializes W_Q with 0 and divides scores by the size of a head; here W_Q is
+initialized like other linears, and scores keep the scale of the model's class. optim.py sets the matching learning
+rates when the recipe has a base_width.
 """
 
 from __future__ import annotations
