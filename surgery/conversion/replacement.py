@@ -22,9 +22,11 @@ from surgery.conversion.mixer_init import InitializedMixer
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, Mixer, mixer_config
+from surgery.mixers.native import NativeMixer
 from surgery.modeling.joined import JoinedLinear, connect_joined
 from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module, shares_basis
 from surgery.planning.attention_plan import AttentionTarget
+from surgery.planning.native import NativeTarget
 from surgery.planning.targets import LinearTarget, Plan
 from surgery.planning.weights import (
     joined_entries,
@@ -324,6 +326,20 @@ def add_mixer(
     )
 
 
+def add_level_weights(meta_model: MetaModel, target: NativeTarget, replacement: LayerReplacement) -> None:
+    """Add the level weights of a native linear layer, 1 in every level, to the files of `replacement`.
+
+    The layer computes the same with them, so that calibration runs it without.
+    """
+    inside = [meta_model.tensor_info(name) for name in meta_model.keys if name.startswith(f"{target.path}.")]
+    stored = DTYPES[max(inside, key=lambda info: info.numel).dtype]
+    state = NativeMixer(target.config, target.shape).to(stored).state_dict()
+    replacement.mixer_table[target.path] = target.config.to_dict()
+    replacement.entries += [TensorSource.from_tensor(f"{target.path}.mixer.{name}", t) for name, t in state.items()]
+    params = sum(t.numel() for t in state.values())
+    replacement.mixer_records.append({"name": target.path, "errors": {}, "params": params})
+
+
 def fold_output(
     meta_model: MetaModel,
     plan: Plan,
@@ -384,9 +400,9 @@ def load_replacement(
         replacement.modules[path] = module
     connect_joined(replacement.modules)
     replacement.mixer_table, replacement.mixer_records = entry.get("mixers", {}), entry.get("mixer_records", [])
-    for path, spec in replacement.mixer_table.items():
-        attention_target = plan.attention_targets[entry["piece"]]
-        replacement.mixers[path] = load_mixer(spec, attention_target, tensors, device)
+    attention_target = plan.attention_targets.get(entry["piece"])
+    if attention_target is not None and (spec := replacement.mixer_table.get(attention_target.path)):
+        replacement.mixers[attention_target.path] = load_mixer(spec, attention_target, tensors, device)
     for parameter, name in replacement.outside(original_names or {}).items():
         replacement.originals[parameter] = read_tensor(tensors[name], torch.float32, device=device)
     return replacement

@@ -57,9 +57,9 @@ class Native(MixerConfig):
                 f"native: levels and block must be whole numbers (got {self.levels!r} and {self.block!r}); for example "
                 "levels: 12, block: 64"
             )
-        self.mask()
+        self.hierarchical()
 
-    def mask(self) -> Hierarchical:
+    def hierarchical(self) -> Hierarchical:
         """Return the config of the mask, which checks the options."""
         return Hierarchical(levels=self.levels, block=self.block)
 
@@ -113,7 +113,7 @@ class NativeMixer(Mixer):
         self.level = Float32Linear(shape.dim, shape.groups * config.levels)
         torch.nn.init.zeros_(self.level.weight)
         torch.nn.init.zeros_(self.level.bias)
-        self.mask = _GivenLevels(config.mask(), shape)
+        self.mask = _GivenLevels(config.hierarchical(), shape)
 
     def level_weights(self, x_BTD: Tensor) -> Tensor:
         """Return lambda of the hidden states, (B, T, G, 1, levels), in float32 or float64."""
@@ -172,12 +172,18 @@ class NativeMixer(Mixer):
     @classmethod
     def cost(cls, config: Native, shape: AttentionShape, length: int) -> MixerCost:
         """Return cache size, multiply-accumulates and parameters for a context of `length` tokens."""
-        state = HierarchicalMask.state_size(config.mask(), shape, shape.key, shape.value, length)
+        state = HierarchicalMask.state_size(config.hierarchical(), shape, shape.key, shape.value, length)
         params = shape.groups * config.levels * (shape.dim + 1)
         macs = shape.groups * (state + 3 * shape.key * shape.value) + shape.groups * config.levels * shape.dim
         return MixerCost(shape.groups * state, macs, params, float32=shape.groups * state)
 
 
-def native_state_elements(shape: AttentionShape) -> int:
-    """Return the elements of the recurrent state that a native layer has without level weights, in float32."""
-    return shape.groups * shape.key * shape.value
+def native_state_bytes(shape: AttentionShape, dtype: torch.dtype) -> int:
+    """Return the bytes of the recurrent state that a native layer has without level weights, of any length. dtype: of
+    the model."""
+    return shape.groups * shape.key * shape.value * max(4, dtype.itemsize)
+
+
+def native_macs(shape: AttentionShape) -> int:
+    """Return multiply-accumulates of the core of a native layer without level weights, for the next token."""
+    return 4 * shape.groups * shape.key * shape.value

@@ -25,11 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.architectures.native import native_paths, native_shape
-from surgery.core.errors import SurgeryError, suggestion
+from surgery.architectures.native import native_shape
+from surgery.core.errors import SurgeryError
+from surgery.mixers import MixerConfig
 from surgery.mixers.common.linear_features import l2_normalize
 from surgery.mixers.native import Native, NativeInputs, NativeMixer
-from surgery.modeling.attention import MixerModelMixin, mixin_class, reduce_mixin
+from surgery.modeling.attention import MixerModelMixin, mixin_class, reduce_mixin, replace_attention
 from surgery.modeling.cache import MixerCacheLayer
 from surgery.modeling.native_cache import native_cache_layer
 
@@ -130,6 +131,8 @@ CORES: dict[str, Any] = {
     "mamba2_selective_state_update": no_step,
     "mamba2_split_conv1d_scan_combined": no_fused_layer,
 }
+
+
 @cache
 def forward_with_cores(forward: Any) -> Any:
     """Return a copy of a forward, with its decorators, in which the names of CORES stand for the functions here."""
@@ -211,3 +214,23 @@ def add_level_weights(model: Any, path: str, config: Native) -> None:
     module.mixer = mixer.train(module.training)
     if not isinstance(model, MixerModelMixin):
         model.__class__ = mixin_class(model.__class__, MixerModelMixin)
+
+
+def put_mixer(model: Any, path: str, config: MixerConfig) -> None:
+    """Put a mixer with this config into the module at `path`: in place of its softmax attention, or as level weights of
+    a native linear layer."""
+    if isinstance(config, Native):
+        add_level_weights(model, path, config)
+    else:
+        replace_attention(model, path, config)
+
+
+def has_plain_level_weights(module: Any) -> bool:
+    """Return whether a module is a native linear layer whose level weights are 1 in every level."""
+    return isinstance(module, NativeLayer) and not any(bool(p.any()) for p in module.mixer.parameters())
+
+
+def remove_level_weights(module: Any) -> None:
+    """Give a native linear layer its library class again, without level weights."""
+    del module.mixer
+    module.__class__ = type(module).__bases__[1]

@@ -152,7 +152,8 @@ def replace_modules(model: Any, table: dict[str, Any], mixers: dict[str, Any], s
     """
     # Imported here because this module loads during the import of transformers' models, which attention needs complete.
     from surgery.modeling.applied import LoadedModelMixin
-    from surgery.modeling.attention import mixin_class, replace_attention
+    from surgery.modeling.attention import mixin_class
+    from surgery.modeling.native import put_mixer
 
     split_named_experts(model, table)
     find, missing, taken, sharing = ModuleFinder(model), 0, set(), []
@@ -179,7 +180,7 @@ def replace_modules(model: Any, table: dict[str, Any], mixers: dict[str, Any], s
             sharing += [module_path] if shares_basis(spec) else []
             joined |= {module_path: replacement} if is_joined(spec) else {}
         else:
-            replace_attention(model, module_path, mixer_config(spec))
+            put_mixer(model, module_path, mixer_config(spec))
     connect_bases(model, sharing)
     connect_joined(joined)
     hold_groups(model)

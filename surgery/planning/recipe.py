@@ -35,6 +35,7 @@ from surgery.core.config import MAX_BYTES, check_layer_range, is_layer_selected,
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.planning.attention_recipe import AttentionRecipe
 from surgery.planning.depth_recipe import DepthRecipe
+from surgery.planning.native_recipe import NativeRecipe
 from surgery.planning.renamed import OLD_HEALING_RECIPES, renew_override, renew_recipe, warn_renamed
 from surgery.planning.speed_recipe import SpeedRecipe
 from surgery.structures import STRUCTURES
@@ -181,6 +182,7 @@ class ConversionRecipe(_StrictModel):
     depth: DepthRecipe | None = None
     experts: Annotated[int, Field(ge=1, strict=True)] | None = None
     attention: AttentionRecipe | None = None
+    native: NativeRecipe | None = None
     candidates: tuple[str, ...] = ("low_rank", "pivoted_low_rank", "btt", "monarch")
 
     allocate: Literal["measured", "uniform"] = "measured"
