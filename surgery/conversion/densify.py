@@ -145,10 +145,10 @@ def densify_live(model: Any) -> int:
     for path in (path for path, module in modules.items() if isinstance(module, SharedBasis)):
         parent, _, leaf = path.rpartition(".")
         delattr(model.get_submodule(parent), leaf)
-    for path in native:
-        remove_level_weights(model.get_submodule(path))
-        del config.quantization_config.mixers[path]
     if config is not None:
+        for path in native:
+            remove_level_weights(model.get_submodule(path))
+            del config.quantization_config.mixers[path]
         merge_experts(model)
         folded = {path: _folded_entry(spec) for path, spec in table.items() if path in outputs}
         remove_table(model, folded)

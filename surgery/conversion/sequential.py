@@ -42,8 +42,8 @@ from surgery.conversion.fit_shared import fit_shared, share_modules, targets_by_
 from surgery.conversion.mixer_init.base import build_mixer, select_init
 from surgery.conversion.norms import swapped_parameters
 from surgery.conversion.replacement import (
-    add_level_weights,
     LayerReplacement,
+    add_level_weights,
     add_linear,
     add_mixer,
     broadcast_fits,

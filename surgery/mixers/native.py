@@ -119,7 +119,8 @@ class NativeMixer(Mixer):
         """Return lambda of the hidden states, (B, T, G, 1, levels), in float32 or float64."""
         z_BTL: Tensor = self.level(x_BTD)
         lambda_BTL = F.softplus(z_BTL) / F.softplus(z_BTL.new_zeros(()))  # exactly 1 at z = 0
-        return lambda_BTL.unflatten(-1, (self.shape.groups, 1, self.config.levels))
+        lambda_BTGJL: Tensor = lambda_BTL.unflatten(-1, (self.shape.groups, 1, self.config.levels))
+        return lambda_BTGJL
 
     def empty_state(self, batch: int, device: torch.device | str) -> MixerState:
         """Return the state of `batch` sequences before their first token."""
@@ -147,7 +148,8 @@ class NativeMixer(Mixer):
             return unpadder.pad(dense_output(self.mask, self._rows(inputs, unpadder, None)).squeeze(2), dim=2)
 
     def _unpadder(self, inputs: MixerInputs) -> Unpadder:
-        return Unpadder.from_mask(inputs.valid_BT, *inputs.x_BTD.shape[:2], inputs.x_BTD.device)
+        batch, length, _ = inputs.x_BTD.shape
+        return Unpadder.from_mask(inputs.valid_BT, batch, length, inputs.x_BTD.device)
 
     def _rows(self, inputs: MixerInputs, unpadder: Unpadder, state: MixerState | None) -> MaskInputs:
         """Return the inputs of the mask: real tokens first in each row, counted from the row's first token."""

@@ -312,7 +312,7 @@ class Plan:
         """
         expected = self.expected_targets()
         whole = (target.shape for layer, target in self.attention_targets.items() if layer not in expected)
-        mixed = [*expected.values(), *self.native_targets.values()]
+        mixed: list[AttentionTarget | NativeTarget] = [*expected.values(), *self.native_targets.values()]
         return mixed, [*self.softmax_shapes, *whole], self.measured_softmax_count
 
     def targets_in_layer(self, layer: str) -> dict[str, tuple[LinearTarget, ...]]:
