@@ -29,10 +29,18 @@ from surgery.architectures.native import native_shape
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MixerConfig
 from surgery.mixers.common.linear_features import l2_normalize
+from surgery.mixers.common.packed_documents import document_borders, has_one_document_per_row
 from surgery.mixers.native import Native, NativeInputs, NativeMixer
-from surgery.modeling.attention import MixerModelMixin, mixin_class, reduce_mixin, replace_attention
-from surgery.modeling.cache import MixerCacheLayer
+from surgery.modeling.attention import (
+    MixerModelMixin,
+    mixin_class,
+    reduce_mixin,
+    replace_attention,
+    split_attention_mask,
+)
+from surgery.modeling.cache import MixerCacheLayer, innermost_model
 from surgery.modeling.native_cache import native_cache_layer
+from surgery.modeling.padding_positions import argument_names
 
 # Arguments that say where the documents of a packed row begin.
 PACKED_ARGUMENTS = ("cu_seq_lens_q", "cu_seqlens", "seq_idx")
@@ -194,6 +202,24 @@ class NativeLayer:
         return reduce_mixin(self, super().__reduce_ex__(protocol))
 
 
+def refuse_packed_rows(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a decoder: raise SurgeryError if position_ids begin again within a row, as those of packed
+    documents do. The library's own layers carry their state from one document to the next, and levels would count on.
+    """
+    given = {**dict(zip(argument_names(type(decoder)), args)), **kwargs}
+    position_ids, mask = given.get("position_ids"), given.get("attention_mask")
+    if not isinstance(position_ids, Tensor) or torch.compiler.is_compiling() or has_one_document_per_row():
+        return
+    x_BTD = position_ids.unsqueeze(-1)
+    valid_BT = split_attention_mask(mask, x_BTD, 0)[0] if isinstance(mask, Tensor) else None
+    border_BT = document_borders(position_ids, mask, valid_BT, x_BTD)
+    if border_BT is not None and bool(border_BT.any()):
+        raise SurgeryError(
+            f"position_ids begin again within a row, that is, several documents are packed in it, and the linear layers "
+            f"of {type(decoder).__name__} carry their state over such borders. Pad the batch instead, one document a row"
+        )
+
+
 # -- installing ------------------------------------------------------------------------------------
 def add_level_weights(model: Any, path: str, config: Native) -> None:
     """Give the native linear layer at `path` level weights of 1, with the device and dtype of its weights."""
@@ -212,6 +238,9 @@ def add_level_weights(model: Any, path: str, config: Native) -> None:
     if not isinstance(module, NativeLayer):
         module.__class__ = mixin_class(module.__class__, NativeLayer)
     module.mixer = mixer.train(module.training)
+    decoder = innermost_model(model, path)
+    if refuse_packed_rows not in decoder._forward_pre_hooks.values():
+        decoder.register_forward_pre_hook(refuse_packed_rows, with_kwargs=True)
     if not isinstance(model, MixerModelMixin):
         model.__class__ = mixin_class(model.__class__, MixerModelMixin)
 

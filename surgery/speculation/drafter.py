@@ -25,6 +25,7 @@ from surgery.core.progress import Progress
 from surgery.mixers import mixer_config
 from surgery.mixers.sliding_window import Window
 from surgery.modeling.cache import mixer_modules
+from surgery.modeling.native import NativeLayer
 from surgery.planning.recipe import ConversionRecipe
 from surgery.speculation.bound import cache_bytes, weight_bytes
 from surgery.speculation.decode import DraftLength, Loop, SpeculativeOutput
@@ -238,6 +239,11 @@ def check_original(model: Any) -> None:
             f"{name} has RoPE of type {kind!r}, whose frequencies change with the length of the text, so that tokens "
             "verified together differ from "
             "single steps. Use model.generate"
+        )
+    if any(isinstance(module, NativeLayer) for module in model.modules()):
+        raise SurgeryError(
+            f"{name} has native linear layers with level weights, whose convolutions cannot go back by another number of "
+            "tokens in each row. Use model.generate, without drafts"
         )
     attention = config._attn_implementation
     if attention not in ("sdpa", "eager"):
