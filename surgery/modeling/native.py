@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import CellType, FunctionType
@@ -210,6 +211,9 @@ def refuse_packed_rows(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, An
     position_ids, mask = given.get("position_ids"), given.get("attention_mask")
     if not isinstance(position_ids, Tensor) or torch.compiler.is_compiling() or has_one_document_per_row():
         return
+    if isinstance(mask, Mapping):  # masks by kind of layer, or by kind within a kind, which generate makes for a step
+        values = [v for m in mask.values() for v in (m.values() if isinstance(m, Mapping) else (m,))]
+        mask = next((v for v in values if isinstance(v, Tensor) and v.dim() == 4), None)
     x_BTD = position_ids.unsqueeze(-1)
     valid_BT = split_attention_mask(mask, x_BTD, 0)[0] if isinstance(mask, Tensor) else None
     border_BT = document_borders(position_ids, mask, valid_BT, x_BTD)

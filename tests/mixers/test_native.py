@@ -5,6 +5,7 @@ weights, in one pass, from a cache, padded, converted, saved and undone.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 
@@ -118,15 +119,18 @@ def by_definition(inputs: NativeInputs, weights_BTGJL: torch.Tensor, config: Nat
 @pytest.mark.parametrize("config", [SMALL, Native(levels=3, block=1)])
 def test_random_weights_follow_the_definition(name: str, config: Native) -> None:
     """The core is O = (A . M) V in float64, with the queries, keys, values and gates that the layer makes."""
-    model = upgrade(tiny_model(name), config).double()
+    model = upgrade(tiny_model(name), config)
     mixer: NativeMixer = model.get_submodule(native_paths(model)[0]).mixer
-    calls: list[tuple[NativeInputs, torch.Tensor]] = []
-    mixer.register_forward_hook(lambda _, args, out: calls.append((args[0], out[0])))
+    calls: list[NativeInputs] = []
+    handle = mixer.register_forward_pre_hook(lambda _, args: calls.append(args[0]))
     logits(model, token_ids(37))
-    inputs, out_BHTV = calls[0]
+    handle.remove()
+    mixer.double()
+    tensors = {n: t.double() for n, t in vars(calls[0]).items() if isinstance(t, torch.Tensor)}
+    inputs = dataclasses.replace(calls[0], **tensors)
     weights = mixer.level_weights(inputs.x_BTD)
     expected = by_definition(inputs, weights, config)
-    assert relative(out_BHTV, expected) < 1e-12
+    assert relative(mixer(inputs)[0], expected) < 1e-12
     assert relative(mixer.dense(inputs), expected) < 1e-12
     plain = by_definition(inputs, torch.ones_like(weights), config)
     assert relative(plain, expected) > 0.05  # the weights matter
@@ -205,6 +209,18 @@ def test_beams_equal_those_without_a_cache(name: str) -> None:
     model, ids = upgrade(tiny_model(name)), token_ids(20)
     options = {"max_new_tokens": 7, "num_beams": 3, "do_sample": False}
     assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2", pytest.param("falcon_h1", marks=SLOW)])
+def test_static_caches(name: str) -> None:
+    """generate with a static cache gives the text of a dynamic one, with and without padding."""
+    model, ids = upgrade(tiny_model(name)), token_ids(20)
+    mask = torch.ones_like(ids)
+    for padding in (0, 6):
+        mask[0, :padding] = 0
+        options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+        text = model.generate(ids, **options)
+        assert torch.equal(model.generate(ids, cache_implementation="static", **options), text)
 
 
 def test_tokens_can_be_removed() -> None:
