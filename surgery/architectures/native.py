@@ -82,15 +82,15 @@ def mixer_shape(model: Any, path: str, config: MixerConfig) -> AttentionShape:
     return native_shape(model, path) if isinstance(config, Native) else attention_shape(model, path)
 
 
-def shapes_without_mixer(model: Any, mixers: Mapping[str, MixerConfig]) -> list[AttentionShape]:
-    """Return the shapes of the softmax attention modules that have no mixer, in order.
+def shapes_without_mixer(model: Any, mixers: Mapping[str, MixerConfig]) -> dict[str, AttentionShape]:
+    """Return the shapes of the softmax attention modules that have no mixer, by path, in order.
 
-    A model whose only mixers are level weights may have no softmax attention, or attention that cannot be observed: the
-    list is then empty.
+    A model whose only mixers are level weights may have no softmax attention, or attention that cannot be observed:
+    there are then none.
     """
     try:
-        return [attention_shape(model, path) for path in attention_paths(model) if path not in mixers]
+        return {path: attention_shape(model, path) for path in attention_paths(model) if path not in mixers}
     except SurgeryError:
         if all(isinstance(config, Native) for config in mixers.values()):
-            return []
+            return {}
         raise

@@ -197,4 +197,4 @@ def softmax_shapes(
 ) -> tuple[AttentionShape, ...]:
     """Return the shapes of the softmax attention modules that are no targets, in order; none without targets."""
     mixers = {target.path: target.config for target in targets}
-    return tuple(shapes_without_mixer(meta_model.model, mixers)) if mixers else ()
+    return tuple(shapes_without_mixer(meta_model.model, mixers).values()) if mixers else ()

@@ -42,7 +42,7 @@ def inspect_model(model: Any) -> dict[str, Any]:
     change = report["totals"]["macs_after"] - report["totals"]["macs_before"]
     report["macs_per_token"] = {"before": before, "after": before + change}
     if replaced := [(path, m.mixer.config, m.mixer.shape) for path, m in mixer_modules(model)]:
-        with_softmax = shapes_without_mixer(model, {path: config for path, config, _ in replaced})
+        with_softmax = shapes_without_mixer(model, {path: config for path, config, _ in replaced}).values()
         report |= attention_costs(replaced, with_softmax, "mixer_rows", model.dtype)
         report["training_kernels"] = training_kernels(replaced)
     return report

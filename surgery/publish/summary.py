@@ -220,7 +220,7 @@ def checkpoint_costs(source: CheckpointSource, lengths: tuple[int, ...] | None =
     mixers = mixers_of(source)
     model = describe_unconverted_model(source)
     with_mixers = _mixers_of(model, mixers)
-    with_softmax = shapes_without_mixer(model, {path: config for path, config, _ in with_mixers})
+    with_softmax = shapes_without_mixer(model, {path: config for path, config, _ in with_mixers}).values()
     return attention_costs(with_mixers, with_softmax, "mixer_rows", source.dtype, lengths=lengths or CONTEXTS)
 
 
