@@ -417,12 +417,7 @@ def install(model: Any, mixers: dict[str, MixerConfig]) -> None:
 
     Raises SurgeryError, with the model unchanged, if a path or config is invalid.
     """
-    from surgery.modeling.quantization_config import SurgeryConfig
-
-    before = getattr(model.config, "quantization_config", None)
-    if before is not None and not isinstance(before, SurgeryConfig):
-        raise SurgeryError("the model is quantized by another method; convert it first, then quantize")
-    table = SurgeryConfig() if before is None else copy.deepcopy(before)
+    table = copied_table(model)
     valid = attention_paths(model)
     for path, config in mixers.items():
         if path not in valid:
@@ -433,6 +428,16 @@ def install(model: Any, mixers: dict[str, MixerConfig]) -> None:
         table.mixers[path] = config.to_dict()
         table.modules.update(fold_output_projection(model, path))
     model.config.quantization_config = table
+
+
+def copied_table(model: Any) -> Any:
+    """Return a copy of the model's table of replaced modules, an empty one if it has none."""
+    from surgery.modeling.quantization_config import SurgeryConfig
+
+    before = getattr(model.config, "quantization_config", None)
+    if before is not None and not isinstance(before, SurgeryConfig):
+        raise SurgeryError("the model is quantized by another method; convert it first, then quantize")
+    return SurgeryConfig() if before is None else copy.deepcopy(before)
 
 
 def restore_buffers(model: nn.Module) -> None:

@@ -26,14 +26,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.architectures.native import native_shape
-from surgery.core.errors import SurgeryError
+from surgery.architectures.native import native_paths, native_shape
+from surgery.core.errors import SurgeryError, suggestion
 from surgery.mixers import MixerConfig
 from surgery.mixers.common.linear_features import l2_normalize
 from surgery.mixers.common.packed_documents import document_borders, has_one_document_per_row
 from surgery.mixers.native import Native, NativeInputs, NativeMixer
 from surgery.modeling.attention import (
     MixerModelMixin,
+    copied_table,
     mixin_class,
     reduce_mixin,
     replace_attention,
@@ -247,6 +248,23 @@ def add_level_weights(model: Any, path: str, config: Native) -> None:
         decoder.register_forward_pre_hook(refuse_packed_rows, with_kwargs=True)
     if not isinstance(model, MixerModelMixin):
         model.__class__ = mixin_class(model.__class__, MixerModelMixin)
+
+
+def install_native(model: Any, mixers: Mapping[str, Native]) -> None:
+    """Give native linear layers level weights of 1 in place, and record them in the model's table for save_pretrained.
+
+    Raises SurgeryError, with the model unchanged, if a path is none of a native linear layer.
+    """
+    table, valid = copied_table(model), native_paths(model)
+    for path in mixers:
+        if path not in valid:
+            raise SurgeryError(
+                f"{type(model).__name__} has no native linear layer at {path!r}{suggestion(path, valid)}"
+            )
+    for path, config in mixers.items():
+        add_level_weights(model, path, config)
+        table.mixers[path] = config.to_dict()
+    model.config.quantization_config = table
 
 
 def put_mixer(model: Any, path: str, config: MixerConfig) -> None:

@@ -21,9 +21,10 @@ from surgery.architectures.native import GATED_DELTA, MAMBA2, native_core, nativ
 from surgery.core.errors import SurgeryError
 from surgery.mixers.native import Native, NativeInputs, NativeMixer
 from surgery.modeling.cache import CACHE_NAME, record_past
-from surgery.modeling.native import add_level_weights, gated_delta_core, mamba2_core, no_fused_layer
+from surgery.modeling.native import add_level_weights, gated_delta_core, install_native, mamba2_core, no_fused_layer
 from surgery.modeling.native_cache import NativeCacheLayer
 from surgery.structures import StructuredLinear
+from surgery.training.optim import select_parameters
 
 SMALL = Native(levels=5, block=4)  # levels of blocks, and one that is shared, within the tokens of these tests
 SLOW = [pytest.mark.slow]
@@ -284,6 +285,13 @@ def test_gradients_equal_differences(name: str) -> None:
         assert abs((scores[0] - scores[1]) / 2e-2 - slope) < 1e-2 * abs(slope)  # norms are in float32
 
 
+def test_selectors_find_level_weights_alone() -> None:
+    """`trains: [mixers]` selects the level weights, also in families whose layers are called mixer themselves."""
+    model = upgrade(tiny_model("mamba2"))
+    names = {f"{path}.mixer.level.{leaf}" for path in native_paths(model) for leaf in ("weight", "bias")}
+    assert select_parameters(model, ["mixers"], {}) == names
+
+
 def test_the_fused_layer_is_never_called() -> None:
     """Kernels that run the whole layer in training would leave the level weights out."""
     model = upgrade(tiny_model("mamba2"))
@@ -408,6 +416,17 @@ def test_calibrated_linears_beside_level_weights() -> None:
         surgery.apply(tiny_model("qwen3_5"), {**recipe, **more}, calibration=texts) for more in ({}, {"native": {}})
     )
     assert relative(logits(both, token_ids()), logits(plain, token_ids())) < 2e-5
+
+
+def test_models_in_memory_without_a_recipe(tmp_path) -> None:
+    """install_native records the level weights in the config, so that save_pretrained writes a converted folder."""
+    model, ids = tiny_model("qwen3_5"), token_ids()
+    with pytest.raises(SurgeryError, match="no native linear layer"):
+        install_native(model, {"model.layers.1.self_attn": SMALL})
+    install_native(model, dict.fromkeys(native_paths(model), SMALL))
+    torch.nn.init.normal_(model.get_submodule(native_paths(model)[0]).mixer.level.bias)
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval(), ids), logits(model, ids))
 
 
 def test_names_of_the_core_functions() -> None:

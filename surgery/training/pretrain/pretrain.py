@@ -184,7 +184,8 @@ def initial_report(plan: Plan, folder: Path, recipe: PretrainRecipe) -> dict[str
         "totals": counts,
         "modules": records,
         "mixers": [
-            {"name": attention_target.path, "errors": {}} for attention_target in plan.attention_targets.values()
+            {"name": target.path, "errors": {}}
+            for target in (*plan.attention_targets.values(), *plan.native_targets.values())
         ],
         "hybrid": None,
         "time": {"seconds": {"total": 0.0}, "layers": {}, "device": "cpu"},
