@@ -14,7 +14,7 @@ from surgery.architectures.attention import attention_paths, attention_shape
 from surgery.architectures.towers import text_config
 from surgery.core.errors import SurgeryError
 from surgery.mixers import AttentionShape, MixerConfig
-from surgery.mixers.native import Native
+from surgery.mixers.native_config import Native
 
 GATED_DELTA = frozenset({"torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"})
 MAMBA2 = frozenset({"mamba2_chunk_scan", "mamba2_selective_state_update", "mamba2_split_conv1d_scan_combined"})

@@ -31,7 +31,7 @@ from surgery.conversion.replacement import load_replacement_module
 from surgery.core.errors import SurgeryError
 from surgery.core.journal import check_output_path
 from surgery.core.progress import Progress
-from surgery.mixers.native import Native
+from surgery.mixers.native_config import Native
 from surgery.modeling.applied import remove_table
 from surgery.modeling.joined import JoinedLinear
 from surgery.modeling.live import copy_hooks, has_adapter, is_converted, is_library_model, model_device

@@ -22,7 +22,6 @@ from surgery.conversion.mixer_init import InitializedMixer
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, Mixer, mixer_config
-from surgery.mixers.native import NativeMixer
 from surgery.modeling.joined import JoinedLinear, connect_joined
 from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module, shares_basis
 from surgery.planning.attention_plan import AttentionTarget
@@ -333,7 +332,7 @@ def add_level_weights(meta_model: MetaModel, target: NativeTarget, replacement: 
     """
     inside = [meta_model.tensor_info(name) for name in meta_model.keys if name.startswith(f"{target.path}.")]
     stored = DTYPES[max(inside, key=lambda info: info.numel).dtype]
-    state = NativeMixer(target.config, target.shape).to(stored).state_dict()
+    state = MIXERS[target.config](target.config, target.shape).to(stored).state_dict()
     replacement.mixer_table[target.path] = target.config.to_dict()
     replacement.entries += [TensorSource.from_tensor(f"{target.path}.mixer.{name}", t) for name, t in state.items()]
     params = sum(t.numel() for t in state.values())

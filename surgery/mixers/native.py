@@ -12,18 +12,15 @@ There is one group per value head (J = 1 query head).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.core.errors import SurgeryError
 from surgery.mixers.base import (
     MIXERS,
     AttentionShape,
     Mixer,
-    MixerConfig,
     MixerCost,
     MixerInputs,
     MixerState,
@@ -33,35 +30,10 @@ from surgery.mixers.common.padding import Unpadder
 from surgery.mixers.masks.base import Mask, MaskInputs
 from surgery.mixers.masks.gates import Gates, GatesMask
 from surgery.mixers.masks.log_linear import Hierarchical, HierarchicalMask
+from surgery.mixers.native_config import Native
 from surgery.mixers.projections import Float32Linear, autocast_disabled
 
 CHUNK = 64  # tokens per chunk in training and prefill
-
-
-@dataclass(frozen=True)
-class Native(MixerConfig):
-    """Config of the level weights of a native linear layer.
-
-    levels: number of level weights per value head; higher levels share the last one. block: tokens per leaf of the
-    tree, a power of two, which share the first level weight and one state (see `Hierarchical`). The first `levels`
-    levels distinguish block x 2^(levels - 1) tokens.
-    """
-
-    name: ClassVar[str] = "native"
-    levels: int = 12
-    block: int = 64
-
-    def __post_init__(self) -> None:
-        if type(self.levels) is not int or type(self.block) is not int:
-            raise SurgeryError(
-                f"native: levels and block must be whole numbers (got {self.levels!r} and {self.block!r}); for example "
-                "levels: 12, block: 64"
-            )
-        self.hierarchical()
-
-    def hierarchical(self) -> Hierarchical:
-        """Return the config of the mask, which checks the options."""
-        return Hierarchical(levels=self.levels, block=self.block)
 
 
 @dataclass
@@ -100,6 +72,11 @@ class _GivenLevels(HierarchicalMask):
         self.matrices = None
 
 
+def mask_config(config: Native) -> Hierarchical:
+    """Return the config of the mask."""
+    return Hierarchical(levels=config.levels, block=config.block)
+
+
 @MIXERS.register(Native)
 class NativeMixer(Mixer):
     """Level weights of a native linear layer. Parameters: `level`, W (value heads x levels, dim) and b."""
@@ -113,7 +90,7 @@ class NativeMixer(Mixer):
         self.level = Float32Linear(shape.dim, shape.groups * config.levels)
         torch.nn.init.zeros_(self.level.weight)
         torch.nn.init.zeros_(self.level.bias)
-        self.mask = _GivenLevels(config.hierarchical(), shape)
+        self.mask = _GivenLevels(mask_config(config), shape)
 
     def level_weights(self, x_BTD: Tensor) -> Tensor:
         """Return lambda of the hidden states, (B, T, G, 1, levels), in float32 or float64."""
@@ -174,18 +151,7 @@ class NativeMixer(Mixer):
     @classmethod
     def cost(cls, config: Native, shape: AttentionShape, length: int) -> MixerCost:
         """Return cache size, multiply-accumulates and parameters for a context of `length` tokens."""
-        state = HierarchicalMask.state_size(config.hierarchical(), shape, shape.key, shape.value, length)
+        state = HierarchicalMask.state_size(mask_config(config), shape, shape.key, shape.value, length)
         params = shape.groups * config.levels * (shape.dim + 1)
         macs = shape.groups * (state + 3 * shape.key * shape.value) + shape.groups * config.levels * shape.dim
         return MixerCost(shape.groups * state, macs, params, float32=shape.groups * state)
-
-
-def native_state_bytes(shape: AttentionShape, dtype: torch.dtype) -> int:
-    """Return the bytes of the recurrent state that a native layer has without level weights, of any length. dtype: of
-    the model."""
-    return shape.groups * shape.key * shape.value * max(4, dtype.itemsize)
-
-
-def native_macs(shape: AttentionShape) -> int:
-    """Return multiply-accumulates of the core of a native layer without level weights, for the next token."""
-    return 4 * shape.groups * shape.key * shape.value

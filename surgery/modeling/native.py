@@ -28,16 +28,15 @@ from torch import Tensor
 
 from surgery.architectures.native import native_paths, native_shape
 from surgery.core.errors import SurgeryError, suggestion
-from surgery.mixers import MixerConfig
 from surgery.mixers.common.linear_features import l2_normalize
 from surgery.mixers.common.packed_documents import document_borders, has_one_document_per_row
-from surgery.mixers.native import Native, NativeInputs, NativeMixer
+from surgery.mixers.native import NativeInputs, NativeMixer
+from surgery.mixers.native_config import Native
 from surgery.modeling.attention import (
     MixerModelMixin,
     copied_table,
     mixin_class,
     reduce_mixin,
-    replace_attention,
     split_attention_mask,
 )
 from surgery.modeling.cache import MixerCacheLayer, innermost_model
@@ -265,15 +264,6 @@ def install_native(model: Any, mixers: Mapping[str, Native]) -> None:
         add_level_weights(model, path, config)
         table.mixers[path] = config.to_dict()
     model.config.quantization_config = table
-
-
-def put_mixer(model: Any, path: str, config: MixerConfig) -> None:
-    """Put a mixer with this config into the module at `path`: in place of its softmax attention, or as level weights of
-    a native linear layer."""
-    if isinstance(config, Native):
-        add_level_weights(model, path, config)
-    else:
-        replace_attention(model, path, config)
 
 
 def has_plain_level_weights(module: Any) -> bool:

@@ -153,7 +153,7 @@ def replace_modules(model: Any, table: dict[str, Any], mixers: dict[str, Any], s
     # Imported here because this module loads during the import of transformers' models, which attention needs complete.
     from surgery.modeling.applied import LoadedModelMixin
     from surgery.modeling.attention import mixin_class
-    from surgery.modeling.native import put_mixer
+    from surgery.modeling.put_mixer import put_mixer
 
     split_named_experts(model, table)
     find, missing, taken, sharing = ModuleFinder(model), 0, set(), []

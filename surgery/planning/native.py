@@ -10,7 +10,7 @@ from surgery.checkpoint.outline import ModelDescription
 from surgery.core.config import is_layer_selected
 from surgery.core.errors import SurgeryError
 from surgery.mixers import AttentionShape
-from surgery.mixers.native import Native
+from surgery.mixers.native_config import Native
 from surgery.planning.native_recipe import NativeRecipe
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from surgery.core.config import check_layer_range
-from surgery.mixers.native import Native
+from surgery.mixers.native_config import Native
 
 
 class NativeRecipe(BaseModel):

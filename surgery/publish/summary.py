@@ -24,7 +24,7 @@ from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
 from surgery.mixers.cache_size import cache_bytes
 from surgery.mixers.head_hybrid import HeadHybrid
 from surgery.mixers.masks.base import MASKS
-from surgery.mixers.native import Native, native_macs, native_state_bytes
+from surgery.mixers.native_config import Native, native_macs, native_state_bytes
 from surgery.mixers.softmax import Softmax, describe_softmax
 from surgery.modeling.joined import record_paths
 from surgery.planning.renamed import renew_report

@@ -16,7 +16,7 @@ from torch import Tensor
 from surgery.core.dispatch import load_kernels, preview_kernels
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig
 from surgery.mixers.base import MixerInputs
-from surgery.mixers.native import Native
+from surgery.mixers.native_config import Native
 
 TOKENS = 128  # of the call: two chunks
 

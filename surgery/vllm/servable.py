@@ -22,7 +22,7 @@ from surgery.mixers.head_hybrid import HeadHybrid
 from surgery.mixers.linear_config import LinearAttention
 from surgery.mixers.masks.base import MASKS
 from surgery.mixers.mlr import MLR
-from surgery.mixers.native import Native
+from surgery.mixers.native_config import Native
 from surgery.mixers.sliding_window import GlobalWindow, Window
 from surgery.mixers.softmax import Softmax, describe_softmax
 from surgery.modeling.modules import build_module, shares_basis

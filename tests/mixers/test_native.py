@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import surgery
 from surgery.architectures.native import GATED_DELTA, MAMBA2, native_core, native_paths
 from surgery.core.errors import SurgeryError
-from surgery.mixers.native import Native, NativeInputs, NativeMixer
+from surgery.mixers.native import NativeInputs, NativeMixer
+from surgery.mixers.native_config import Native
 from surgery.modeling.cache import CACHE_NAME, record_past
 from surgery.modeling.native import add_level_weights, gated_delta_core, install_native, mamba2_core, no_fused_layer
 from surgery.modeling.native_cache import NativeCacheLayer
@@ -315,7 +316,7 @@ def test_other_layers_are_refused_by_name(name: str, reason: str) -> None:
 @pytest.mark.parametrize(
     ("native", "message"),
     [
-        ({"levels": 1}, "levels must be 2 or more"),
+        ({"levels": 1}, "levels must be a whole number, 2 or more"),
         ({"block": 48}, "power of two"),
         ({"level": 3}, "level"),
         ({"layers": "7:"}, "selects none of the 1 native"),

@@ -18,7 +18,7 @@ from surgery.core.tables import format_count
 from surgery.mixers import MIXERS
 from surgery.mixers.features.base import FEATURES
 from surgery.mixers.masks.base import MASKS
-from surgery.mixers.native import Native
+from surgery.mixers.native_config import Native
 from surgery.publish.hub.card_metadata import front_matter
 from surgery.publish.hub.citations import cited_papers
 from surgery.publish.hub.files import UploadFile

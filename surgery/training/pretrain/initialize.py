@@ -35,7 +35,6 @@ from surgery.core.errors import SurgeryError
 from surgery.modeling.attention import install
 from surgery.modeling.joined import JoinedLinear, connect_joined
 from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module
-from surgery.modeling.native import install_native
 from surgery.planning.plan import make_plan
 from surgery.planning.recipe import ConversionRecipe
 from surgery.planning.targets import LinearTarget, Plan
@@ -86,6 +85,9 @@ def make_model(
         if plan is not None and plan.attention_targets:
             install_mixers(model, plan)
         if plan is not None and plan.native_targets:
+            # Imported with models that have level weights.
+            from surgery.modeling.native import install_native
+
             install_native(model, {target.path: target.config for target in plan.native_targets.values()})
     return model
 
