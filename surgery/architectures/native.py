@@ -7,14 +7,11 @@ surgery.modeling.native replaces these functions, so no list of families is need
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
-from surgery.architectures.attention import attention_paths, attention_shape
 from surgery.architectures.towers import text_config
 from surgery.core.errors import SurgeryError
-from surgery.mixers import AttentionShape, MixerConfig
-from surgery.mixers.native_config import Native
+from surgery.mixers import AttentionShape
 
 GATED_DELTA = frozenset({"torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"})
 MAMBA2 = frozenset({"mamba2_chunk_scan", "mamba2_selective_state_update", "mamba2_split_conv1d_scan_combined"})
@@ -75,22 +72,3 @@ def native_shape(model: Any, path: str) -> AttentionShape:
     dim = int(getattr(module, "hidden_size", 0) or text_config(model).hidden_size)
     scaling = key**-0.5 if core == GATED_DELTA else 1.0
     return AttentionShape(dim=dim, heads=heads, groups=heads, key=key, value=value, scaling=scaling)
-
-
-def mixer_shape(model: Any, path: str, config: MixerConfig) -> AttentionShape:
-    """Return the shape of the module at `path` that a mixer with this config belongs to."""
-    return native_shape(model, path) if isinstance(config, Native) else attention_shape(model, path)
-
-
-def shapes_without_mixer(model: Any, mixers: Mapping[str, MixerConfig]) -> dict[str, AttentionShape]:
-    """Return the shapes of the softmax attention modules that have no mixer, by path, in order.
-
-    A model whose only mixers are level weights may have no softmax attention, or attention that cannot be observed:
-    there are then none.
-    """
-    try:
-        return {path: attention_shape(model, path) for path in attention_paths(model) if path not in mixers}
-    except SurgeryError:
-        if all(isinstance(config, Native) for config in mixers.values()):
-            return {}
-        raise

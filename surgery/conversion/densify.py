@@ -31,7 +31,7 @@ from surgery.conversion.replacement import load_replacement_module
 from surgery.core.errors import SurgeryError
 from surgery.core.journal import check_output_path
 from surgery.core.progress import Progress
-from surgery.mixers.native_config import Native
+from surgery.mixers import mixer_config
 from surgery.modeling.applied import remove_table
 from surgery.modeling.joined import JoinedLinear
 from surgery.modeling.live import copy_hooks, has_adapter, is_converted, is_library_model, model_device
@@ -92,7 +92,7 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
 def _plain_level_weights(source: CheckpointSource, model: Any, mixers: dict[str, Any]) -> dict[str, list[str]]:
     """Return the names in the files of the level weights that are 1 in every level, by path of their layer. model: the
     converted one on meta."""
-    native = [path for path, spec in mixers.items() if spec["mixer"] == Native.name]
+    native = mixers.keys() - set(_with_softmax_before(mixers))
     names = map_tensor_names(model, source.tensors, source.name) if native else {}
     stored = {path: [names[f"{path}.mixer.level.{leaf}"] for leaf in ("weight", "bias")] for path in native}
     return {path: both for path, both in stored.items() if not any(read_tensor(source.tensors[n]).any() for n in both)}
@@ -183,7 +183,7 @@ def _padded_modules(model: Any, pruned: dict[str, Any]) -> dict[str, nn.Module]:
 
 def _with_softmax_before(mixers: dict[str, Any]) -> list[str]:
     """Return the paths of the mixers that replace softmax attention."""
-    return [path for path, spec in mixers.items() if spec["mixer"] != Native.name]
+    return [path for path, spec in mixers.items() if mixer_config(spec).replaces_attention]
 
 
 def _only_mixers(name: str, mixers: dict[str, Any]) -> str:

@@ -36,9 +36,8 @@ from surgery.modeling.applied import original_folder, set_applied_class
 from surgery.modeling.joined import JoinedLinear, connect_joined
 from surgery.modeling.live import copy_hooks, is_library_model
 from surgery.modeling.modules import build_module, connect_bases, shares_basis
-from surgery.modeling.put_mixer import put_mixer
 from surgery.modeling.quantization_config import SurgeryConfig
-from surgery.modeling.quantizer import untie
+from surgery.modeling.quantizer import put_mixer, untie
 from surgery.planning.targets import LinearTarget, Plan
 from surgery.structures.call_scope import hold_groups
 from surgery.structures.shared_basis import SharedBasis, basis_path

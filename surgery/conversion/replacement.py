@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from surgery.mixers import MIXERS, Mixer, mixer_config
 from surgery.modeling.joined import JoinedLinear, connect_joined
 from surgery.modeling.modules import GuardedLinear, SplitLinear, build_module, shares_basis
 from surgery.planning.attention_plan import AttentionTarget
-from surgery.planning.native import NativeTarget
 from surgery.planning.targets import LinearTarget, Plan
 from surgery.planning.weights import (
     joined_entries,
@@ -40,6 +39,9 @@ from surgery.structures import STRUCTURES, StructureConfig, StructuredLinear
 from surgery.structures.call_scope import hold_groups
 from surgery.structures.quantized import QuantizedLinear
 from surgery.structures.shared_basis import SharedBasis, SharedLowRankLinear, basis_path, first_expert
+
+if TYPE_CHECKING:
+    from surgery.planning.native import NativeTarget
 
 
 @dataclass

@@ -21,6 +21,7 @@ class Native(MixerConfig):
     """
 
     name: ClassVar[str] = "native"
+    replaces_attention: ClassVar[bool] = False
     levels: int = 12
     block: int = 64
 

@@ -207,7 +207,8 @@ def refuse_packed_rows(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, An
     """Forward pre-hook of a decoder: raise SurgeryError if position_ids begin again within a row, as those of packed
     documents do. The library's own layers carry their state from one document to the next, and levels would count on.
     """
-    given = {**dict(zip(argument_names(type(decoder)), args)), **kwargs}
+    cls: Any = type(decoder)
+    given = {**dict(zip(argument_names(cls), args)), **kwargs}
     position_ids, mask = given.get("position_ids"), given.get("attention_mask")
     if not isinstance(position_ids, Tensor) or torch.compiler.is_compiling() or has_one_document_per_row():
         return
@@ -220,7 +221,7 @@ def refuse_packed_rows(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if border_BT is not None and bool(border_BT.any()):
         raise SurgeryError(
             f"position_ids begin again within a row, that is, several documents are packed in it, and the linear layers "
-            f"of {type(decoder).__name__} carry their state over such borders. Pad the batch instead, one document a row"
+            f"of {cls.__name__} carry their state over such borders. Pad the batch instead, one document a row"
         )
 
 

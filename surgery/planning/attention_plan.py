@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from surgery.architectures.attention import attention_paths, attention_shape, output_path
+from surgery.architectures.attention import attention_paths, attention_shape, output_path, shapes_without_mixer
 from surgery.architectures.linears import ModelLayout
-from surgery.architectures.native import shapes_without_mixer
 from surgery.architectures.towers import text_config
 from surgery.checkpoint.outline import ModelDescription
 from surgery.core.config import is_layer_selected
@@ -19,8 +18,10 @@ from surgery.mixers.head_hybrid import HeadHybrid, check_rotation
 from surgery.mixers.mlr import slowest_first
 from surgery.mixers.softmax import Softmax
 from surgery.planning.attention_recipe import HybridRecipe
-from surgery.planning.native import NativeTarget
 from surgery.planning.recipe import ConversionRecipe
+
+if TYPE_CHECKING:
+    from surgery.planning.native import NativeTarget
 
 
 @dataclass(frozen=True)

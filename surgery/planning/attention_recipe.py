@@ -22,7 +22,6 @@ from surgery.core.config import check_layer_range, fields_at_default, is_layer_s
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
 from surgery.mixers.head_hybrid import OTHER_MIXERS
-from surgery.mixers.native_config import Native
 from surgery.mixers.softmax import MIN_TRAINED, Softmax
 from surgery.planning.renamed import renew_attention, warn_renamed
 
@@ -290,12 +289,12 @@ def check_mixer_options(where: str, mixer: str, options: dict[str, Any], model: 
     """Raise SurgeryError for an option that the mixer lacks, and for level weights, which replace no attention. where:
     the place in the recipe; model: its class, with the other keys.
     """
-    if mixer == Native.name:
+    config_type: Any = MIXERS.config_type(mixer)
+    if not config_type.replaces_attention:
         raise SurgeryError(
             f"{where}: level weights belong to linear layers that a model has of its own, and {where} replaces softmax "
             "attention. Give the key native, for example native: {levels: 12, block: 64}"
         )
-    config_type: Any = MIXERS.config_type(mixer)
     known = {*config_type.__dataclass_fields__, *model.model_fields}
     for key in options:
         if key not in known:

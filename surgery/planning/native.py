@@ -11,7 +11,7 @@ from surgery.core.config import is_layer_selected
 from surgery.core.errors import SurgeryError
 from surgery.mixers import AttentionShape
 from surgery.mixers.native_config import Native
-from surgery.planning.native_recipe import NativeRecipe
+from surgery.planning.recipe import NativeRecipe
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,12 @@ class NativeTarget:
 
 
 def find_native_targets(
-    meta_model: ModelDescription, settings: NativeRecipe | None, layout: ModelLayout
+    meta_model: ModelDescription, settings: NativeRecipe, layout: ModelLayout
 ) -> dict[str, NativeTarget]:
     """Return the targets by path of their layer, in order.
 
     Raises SurgeryError if the model has no native linear layers, or none is selected.
     """
-    if settings is None:
-        return {}
     model, paths = meta_model.model, native_paths(meta_model.model)
     targets = {}
     for index, path in enumerate(paths):

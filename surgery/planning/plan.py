@@ -26,7 +26,6 @@ from surgery.core.registry import validate_config
 from surgery.mixers.softmax import describe_softmax
 from surgery.planning.attention_plan import AttentionTarget, find_attention_targets, softmax_shapes
 from surgery.planning.joined import check_joins, group_by_input
-from surgery.planning.native import NativeTarget, find_native_targets
 from surgery.planning.pruned_mlps import (
     Mlp,
     check_sizes_of_rules,
@@ -44,6 +43,7 @@ from surgery.structures import STRUCTURES, StructureConfig
 if TYPE_CHECKING:
     from surgery.planning.depth import DepthPlan
     from surgery.planning.fewer_experts import ExpertsPlan
+    from surgery.planning.native import NativeTarget
 
 
 def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
@@ -77,8 +77,13 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
         notes.append("planned from config.json alone: there are no weights to check it against")
     notes += [*_merged_notes(meta_model.model, layout), *_held_notes(layout)]
     attention_targets, attention_notes = find_attention_targets(meta_model, recipe, layout)
-    native_targets = find_native_targets(meta_model, recipe.native, layout)
-    _check_one_mixer(attention_targets, native_targets)
+    native_targets: dict[str, NativeTarget] = {}
+    if recipe.native is not None:
+        # Imported by conversions that add level weights.
+        from surgery.planning.native import find_native_targets
+
+        native_targets = find_native_targets(meta_model, recipe.native, layout)
+        _check_one_mixer(attention_targets, native_targets)
     refitted: set[str] = set()  # output projections
     if recipe.attention and recipe.attention.refits_output:
         refitted = {target.output for target in attention_targets.values()}

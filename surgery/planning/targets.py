@@ -15,13 +15,13 @@ import torch
 from surgery.architectures.linears import LinearInfo, ModelLayout
 from surgery.mixers import AttentionShape
 from surgery.planning.attention_plan import AttentionTarget, keep_heads
-from surgery.planning.native import NativeTarget
 from surgery.planning.recipe import SIZE_KEYS, ConversionRecipe, is_given
 from surgery.structures import STRUCTURES, StructureConfig, StructuredLinear
 
 if TYPE_CHECKING:
     from surgery.planning.depth import DepthPlan
     from surgery.planning.fewer_experts import ExpertsPlan
+    from surgery.planning.native import NativeTarget
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from surgery.architectures.attention import shapes_without_mixer
 from surgery.architectures.linears import is_linear
-from surgery.architectures.native import shapes_without_mixer
 from surgery.core.errors import SurgeryError
 from surgery.modeling.cache import mixer_modules
 from surgery.modeling.modules import REPLACED

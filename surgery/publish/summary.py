@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from surgery.architectures.attention import mixer_shape, shapes_without_mixer
 from surgery.architectures.linears import LinearInfo, ModelLayout, find_linears
-from surgery.architectures.native import mixer_shape, shapes_without_mixer
 from surgery.checkpoint.outline import describe_unconverted_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
 from surgery.checkpoint.table import is_narrowed, mixers_of, stored_size, table_of
@@ -396,12 +396,12 @@ def attention_costs(
     over all choices otherwise.
     """
     modules = list(with_mixers)
-    replaced = sum(not isinstance(config, Native) for _, config, _ in modules)
+    replaced = sum(config.replaces_attention for _, config, _ in modules)
     share_of_mixers = Fraction(replaced - chosen, replaced) if replaced else Fraction(1)
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     softmax_costs: dict[str, Any] = {"cache_bytes": {}, "macs": {}}
     for path, config, shape in modules:
-        share = Fraction(1) if isinstance(config, Native) else share_of_mixers
+        share = share_of_mixers if config.replaces_attention else Fraction(1)
         row = rows.setdefault(
             (describe_mixer(config), json.dumps(_cost_options(config), sort_keys=True)),
             {
@@ -471,7 +471,7 @@ def compare_costs(
     if config is None:
         return {"cache_bytes": (before[0],) * 2, "macs": (before[1],) * 2}
     cost = MIXERS[config].cost(config, shape, length)
-    if isinstance(config, Native):
+    if not config.replaces_attention:
         before = native_state_bytes(shape, dtype), native_macs(shape)
     return {"cache_bytes": (before[0], cache_bytes(config, shape, length, dtype)), "macs": (before[1], cost.macs)}
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from surgery.core.dispatch import load_kernels, preview_kernels
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig
 from surgery.mixers.base import MixerInputs
-from surgery.mixers.native_config import Native
 
 TOKENS = 128  # of the call: two chunks
 
@@ -32,7 +31,7 @@ def training_kernels(mixers: Iterable[tuple[str, MixerConfig, AttentionShape]]) 
         return []
     layers: dict[tuple[MixerConfig, AttentionShape], int] = {}
     for _, config, shape in mixers:
-        if isinstance(config, Native):
+        if not config.replaces_attention:
             continue
         layers[config, shape] = layers.get((config, shape), 0) + 1
     rows = []

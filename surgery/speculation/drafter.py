@@ -23,7 +23,6 @@ from surgery.core.errors import SurgeryError
 from surgery.core.files import size_text
 from surgery.core.progress import Progress
 from surgery.mixers import mixer_config
-from surgery.mixers.native_config import Native
 from surgery.mixers.sliding_window import Window
 from surgery.modeling.cache import mixer_modules
 from surgery.planning.recipe import ConversionRecipe
@@ -240,7 +239,7 @@ def check_original(model: Any) -> None:
             "verified together differ from "
             "single steps. Use model.generate"
         )
-    if any(isinstance(module.mixer.config, Native) for _, module in mixer_modules(model)):
+    if any(not module.mixer.config.replaces_attention for _, module in mixer_modules(model)):
         raise SurgeryError(
             f"{name} has native linear layers with level weights, whose convolutions cannot go back by another number of "
             "tokens in each row. Use model.generate, without drafts"

@@ -22,7 +22,6 @@ from surgery.mixers.head_hybrid import HeadHybrid
 from surgery.mixers.linear_config import LinearAttention
 from surgery.mixers.masks.base import MASKS
 from surgery.mixers.mlr import MLR
-from surgery.mixers.native_config import Native
 from surgery.mixers.sliding_window import GlobalWindow, Window
 from surgery.mixers.softmax import Softmax, describe_softmax
 from surgery.modeling.modules import build_module, shares_basis
@@ -132,7 +131,7 @@ def _is_of_attention(path: str) -> bool:
 def check_mixer(config: MixerConfig, where: str) -> MixerConfig:
     """Return the config of a mixer. Raise SurgeryError, with the reason, if vLLM cannot keep its state."""
     MIXERS[config]  # raises for unknown mixers
-    if isinstance(config, Native):
+    if not config.replaces_attention:
         raise SurgeryError(
             f"{where}: this native linear layer has level weights, and vLLM's own Gated DeltaNet and Mamba-2 layers have "
             "one state for each sequence. Use `transformers serve`, or `surgery serve`, which chooses it"

@@ -309,7 +309,7 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
         {
             **{key: value for key, value in DECODER.items() if key != "num_hidden_layers"},
             "layers_block_type": ["mamba", "attention", "mlp"],
-            "ssm_state_size": 8, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "chunk_size": 16,
+            **{"ssm_state_size": 8, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "chunk_size": 16},
         },
         note="mixers in the layers with softmax attention",
     ),
@@ -320,7 +320,7 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
             **ENCODER,
             "num_hidden_layers": 5,
             "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "hybrid"],
-            "mamba_d_state": 8, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 2, "chunk_size": 16,
+            **{"mamba_d_state": 8, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 2, "chunk_size": 16},
         },
         mixers="several layers share it",
         note="the blocks that layers share stay as they are",
@@ -330,8 +330,8 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
         "JambaConfig",
         {
             **NO_HEAD_DIM,
-            "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
-            "num_experts": 4, "mamba_d_state": 4, "mamba_dt_rank": 4,
+            **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+            **{"num_experts": 4, "mamba_d_state": 4, "mamba_dt_rank": 4},
         },
         note=f"mixers in the layers with softmax attention; {MERGED_EXPERTS}",
     ),

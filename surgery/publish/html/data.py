@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.text import Text
 
+from surgery.architectures.attention import mixer_shape, shapes_without_mixer
 from surgery.architectures.base import ROLES
-from surgery.architectures.native import mixer_shape, shapes_without_mixer
 from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
 from surgery.checkpoint.table import mixers_of
