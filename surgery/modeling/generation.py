@@ -42,7 +42,7 @@ class MixerGenerationMixin:
         cache = model_kwargs.get(CACHE_NAME)
         self._decode_step = capture_decode_step(self, cache, generation_config)
         layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", [])
-        if not any(isinstance(layer, MixerCacheLayer) for layer in layers):
+        if not any(isinstance(layer, MixerCacheLayer) or hasattr(layer, "native") for layer in layers):
             return super()._valid_auto_compile_criteria(model_kwargs, generation_config)  # type: ignore[misc]
         if generation_config.compile_config is not None and self._decode_step is None:
             warnings.warn("compile_config is not used: generate does not compile the steps of mixers", stacklevel=2)

@@ -221,7 +221,7 @@ def refuse_packed_rows(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if border_BT is not None and bool(border_BT.any()):
         raise SurgeryError(
             f"position_ids begin again within a row, that is, several documents are packed in it, and the linear layers "
-            f"of {cls.__name__} carry their state over such borders. Pad the batch instead, one document a row"
+            f"of {cls.__name__} carry their state over such borders. Pad the batch instead, one document a row (in finetune: data.packing=none)"
         )
 
 

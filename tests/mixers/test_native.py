@@ -328,6 +328,26 @@ def test_options_are_checked_by_the_plan(native: dict, message: str) -> None:
         surgery.plan(tiny_model("qwen3_5"), {"structure": "dense", "native": native})
 
 
+def test_level_weights_are_no_mixer_for_attention() -> None:
+    """`attention: {mixer: native}` is refused, and names the key to use."""
+    with pytest.raises(SurgeryError, match="Give the key native"):
+        surgery.plan(tiny_model("qwen3_5"), {"structure": "dense", "attention": {"mixer": "native"}})
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("falcon_h1", marks=SLOW)])
+def test_beside_mixers_for_attention(name: str) -> None:
+    """A recipe may have both keys, unless one layer would hold both states."""
+    recipe = {"structure": "dense", "native": {}, "attention": {"mixer": "window", "window": 8, "start": "copied"}}
+    if name == "falcon_h1":
+        with pytest.raises(SurgeryError, match="side by side"):
+            surgery.apply(tiny_model(name), recipe)
+        return
+    model, ids = surgery.apply(tiny_model(name), recipe), token_ids(30)
+    assert [row["layers"] for row in surgery.inspect(model)["mixer_rows"]] == [1, 1]
+    options = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+
+
 # -- checkpoints -----------------------------------------------------------------------------------
 def tensors_in(folder: object) -> dict[str, torch.Tensor]:
     return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
