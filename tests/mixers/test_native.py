@@ -161,7 +161,7 @@ def test_cores_take_what_the_library_takes() -> None:
     dt, decay, skip = torch.randn(2, 20, 4), -torch.rand(4) - 0.1, torch.randn(4)
     options = {"D": skip, "dt_bias": torch.randn(4), "dt_softplus": True, "dt_limit": (0.5, 1.0)}
     expected = modeling_mamba2.mamba2_chunk_scan(v, dt, decay, k, q, 16, **options)
-    assert relative(mamba2_core(v, dt, decay, k, q, 16, **options, surgery=Call()), expected) < 1e-5
+    assert relative(mamba2_core(v, dt, decay, k, q, chunk_size=16, **options, surgery=Call()), expected) < 1e-5
 
 
 # -- caches ----------------------------------------------------------------------------------------
