@@ -797,7 +797,8 @@ def densify(converted: LiveModel, *, progress: Progress | None = None) -> LiveMo
 def densify(
     converted: PathLike | nn.Module, out: PathLike | None = None, *, progress: Progress | None = None
 ) -> CommandResult | nn.Module:
-    """Multiply structured weights out, to a dense checkpoint or model with the same outputs. Mixers stay.
+    """Multiply structured weights out, to a dense checkpoint or model with the same outputs. Mixers stay, except level
+    weights of native linear layers that are still 1.
 
     Return the command's result, or the model in memory itself, which is changed in place.
 
@@ -822,7 +823,8 @@ def densify(
     if out is None:
         raise SurgeryError(f"surgery.densify({name!r}) needs the folder to write to: surgery.densify({name!r}, out)")
     result = run(name, Path(out), progress=progress or RichProgress())
-    return CommandResult(result, lambda: [f"{result['modules']} linears multiplied out: {os.fspath(out)}"])
+    removed = f", {result['native']} native linear layers without level weights" if result["native"] else ""
+    return CommandResult(result, lambda: [f"{result['modules']} linears multiplied out{removed}: {os.fspath(out)}"])
 
 
 def toeplitz(converted: PathLike, out: PathLike, *, components: int = 8) -> CommandResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -14,7 +15,7 @@ from surgery.architectures.dry_run import uses_attention_interface as _looks_up_
 from surgery.architectures.outline import AttentionOutline
 from surgery.architectures.towers import architecture_at, text_config
 from surgery.core.errors import SurgeryError, suggestion
-from surgery.mixers import AttentionShape
+from surgery.mixers import AttentionShape, MixerConfig
 
 
 def uses_attention_interface(module: nn.Module) -> bool:
@@ -204,3 +205,27 @@ def _rotary_dims(module: Any, config: Any, architecture: Architecture, key: int)
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get(getattr(module, "layer_type", None), rope)
     return int(key * (rope.get("partial_rotary_factor") or 1.0))
+
+
+def mixer_shape(model: Any, path: str, config: MixerConfig) -> AttentionShape:
+    """Return the shape of the module at `path` that a mixer with this config belongs to."""
+    if config.replaces_attention:
+        return attention_shape(model, path)
+    # Imported with models that have level weights.
+    from surgery.architectures.native import native_shape
+
+    return native_shape(model, path)
+
+
+def shapes_without_mixer(model: Any, mixers: Mapping[str, MixerConfig]) -> dict[str, AttentionShape]:
+    """Return the shapes of the softmax attention modules that have no mixer, by path, in order.
+
+    A model whose only mixers are level weights may have no softmax attention, or attention that cannot be observed:
+    there are then none.
+    """
+    try:
+        return {path: attention_shape(model, path) for path in attention_paths(model) if path not in mixers}
+    except SurgeryError:
+        if any(config.replaces_attention for config in mixers.values()):
+            raise
+        return {}

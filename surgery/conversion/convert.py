@@ -156,7 +156,7 @@ class Conversion:
             if plan.removal is not None:  # first, the model with all layers and experts is measured
                 plan = replace(plan, layout=plan.removal.layout)
                 journal.keep(select_valid_entries(journal.entries, plan))
-                plan = replace(plan, targets={}, pruned_targets={}, attention_targets={})
+                plan = replace(plan, targets={}, pruned_targets={}, attention_targets={}, native_targets={})
             self.ctx = self._context(model, plan, samples, device)
             report = self._run_steps(began)
         for note in sink.closing_notes(model):
@@ -517,8 +517,8 @@ class Conversion:
             "sha256": self.sink.write_layer(self.ctx, step, layer, tensors),
             "table": replacement.table,
             "records": replacement.records,
-            **({"mixers": replacement.mixer_table} if replacement.mixers else {}),
-            **({"mixer_records": replacement.mixer_records} if replacement.mixers else {}),
+            **({"mixers": replacement.mixer_table} if replacement.mixer_table else {}),
+            **({"mixer_records": replacement.mixer_records} if replacement.mixer_table else {}),
             **({"tuned": replacement.tuned} if replacement.tuned else {}),
             **fields,
         }

@@ -12,7 +12,14 @@ from surgery.conversion.context import ConversionContext
 from surgery.conversion.fit import FitContext, FitResult, fit_linear
 from surgery.conversion.fit_shared import fit_shared, targets_by_basis
 from surgery.conversion.mixer_init.base import InitializedMixer, build_mixer
-from surgery.conversion.replacement import LayerReplacement, add_linear, add_mixer, fold_output, stored_dtype
+from surgery.conversion.replacement import (
+    LayerReplacement,
+    add_level_weights,
+    add_linear,
+    add_mixer,
+    fold_output,
+    stored_dtype,
+)
 from surgery.core.device import side_stream
 from surgery.planning.weights import target_weight
 
@@ -55,4 +62,6 @@ def _convert_layer(ctx: ConversionContext, budgets: dict[str, float], path: str)
         if attention_target := plan.attention_targets.get(path):
             add_mixer(model, attention_target, InitializedMixer(build_mixer(attention_target, device), {}), replacement)
             fold_output(model, plan, attention_target, device, replacement)
+        if native_target := plan.native_targets.get(path):
+            add_level_weights(model, native_target, replacement)
     return replacement, time.perf_counter() - began

@@ -1,4 +1,5 @@
-"""Undo a conversion: multiply structured linears out to dense weights, one module at a time.
+"""Undo a conversion: multiply structured linears out to dense weights, one module at a time, and remove the level
+weights of native linear layers that are still 1.
 
 Pruned MLPs and attention get their original sizes again, with zeros for the neurons and heads that were removed, which
 add nothing.
@@ -21,7 +22,7 @@ from surgery.architectures.experts import has_split_experts, merge_experts, spli
 from surgery.architectures.linears import LinearInfo, find_linears
 from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.rewrite import rewrite_checkpoint, write_shards
-from surgery.checkpoint.safetensors_io import DTYPES, FLOAT_DTYPES, TensorSource
+from surgery.checkpoint.safetensors_io import DTYPES, FLOAT_DTYPES, TensorSource, read_tensor
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
 from surgery.checkpoint.table import has_shims, is_pruned, mixers_of, quantization_table, table_of
 from surgery.checkpoint.tensor_names import check_tensors, map_tensor_names, unused_tensors
@@ -30,6 +31,7 @@ from surgery.conversion.replacement import load_replacement_module
 from surgery.core.errors import SurgeryError
 from surgery.core.journal import check_output_path
 from surgery.core.progress import Progress
+from surgery.mixers import mixer_config
 from surgery.modeling.applied import remove_table
 from surgery.modeling.joined import JoinedLinear
 from surgery.modeling.live import copy_hooks, has_adapter, is_converted, is_library_model, model_device
@@ -42,6 +44,7 @@ from surgery.modeling.modules import (
     joined_paths,
     shares_basis,
 )
+from surgery.modeling.native import has_plain_level_weights, remove_level_weights
 from surgery.modeling.quantize import unconverted
 from surgery.modeling.quantizer import replace_modules, split_named_experts
 from surgery.structures import StructuredLinear
@@ -52,9 +55,10 @@ from surgery.structures.shared_basis import SharedBasis, basis_path
 
 def densify(converted: str, out: str | Path, *, progress: Progress | None = None) -> dict[str, Any]:
     """Write a dense checkpoint of the same function to `out`; return {"out", "modules": number of linears multiplied
-    out}.
+    out, "native": number of native linear layers without their level weights}.
 
-    Weights keep their stored dtype, so a bfloat16 checkpoint rounds each product once. Mixers are not undone.
+    Weights keep their stored dtype, so a bfloat16 checkpoint rounds each product once. Mixers are not undone, except
+    level weights that are still 1.
     Raises SurgeryError if `converted` is not a valid converted checkpoint or has mixers only, or if `out` exists.
     """
     progress, out = progress or Progress(), Path(out)
@@ -69,21 +73,35 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
         )
     outputs = _output_projections(source, mixers)
     unused = unused_tensors(source.config["quantization_config"])
-    check_openable(source, converted)
+    model = check_openable(source, converted)
+    native = {} if model is None else _plain_level_weights(source, model, mixers)
+    mixers = {path: spec for path, spec in mixers.items() if path not in native}
     folded = {path: _folded_entry(spec) for path, spec in table.items() if path in outputs}
     table = {path: spec for path, spec in table.items() if spec.get("structure") != "folded" or "bits" in spec}
-    if not table and mixers:
-        raise SurgeryError(_only_mixers(converted, len(mixers)))
+    if not table and not native and mixers:
+        raise SurgeryError(_only_mixers(converted, mixers))
     config = _plain_config(source, folded, mixers, unused)
-    entries = merge_expert_tensors(source, _iter_tensors(source, table, set(folded), progress))
+    dropped = {name for names in native.values() for name in names}
+    tensors = (t for t in _iter_tensors(source, table, set(folded), progress) if t.name not in dropped)
+    entries = merge_expert_tensors(source, tensors)
     write = lambda folder: write_shards(entries, folder)  # noqa: E731
     rewrite_checkpoint(source, out, write, config)
-    return {"out": str(out), "modules": len(table)}
+    return {"out": str(out), "modules": len(table), "native": len(native)}
+
+
+def _plain_level_weights(source: CheckpointSource, model: Any, mixers: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the names in the files of the level weights that are 1 in every level, by path of their layer. model: the
+    converted one on meta."""
+    native = mixers.keys() - set(_with_softmax_before(mixers))
+    names = map_tensor_names(model, source.tensors, source.name) if native else {}
+    stored = {path: [names[f"{path}.mixer.level.{leaf}"] for leaf in ("weight", "bias")] for path in native}
+    return {path: both for path, both in stored.items() if not any(read_tensor(source.tensors[n]).any() for n in both)}
 
 
 @torch.no_grad()
 def densify_live(model: Any) -> int:
-    """Multiply the structured linears of a model in memory out, in place; return how many. Mixers are not undone.
+    """Multiply the structured linears of a model in memory out, in place; return how many. Mixers are not undone,
+    except level weights that are still 1.
 
     Weights keep their dtype, device and requires_grad. All products are computed before the first module is replaced.
     """
@@ -101,8 +119,9 @@ def densify_live(model: Any) -> int:
     model_device(model)
     config = getattr(model, "config", None) if is_library_model(model) else None
     table: dict[str, Any] = dict(config.quantization_config.modules) if config is not None else {}
-    mixers = set(config.quantization_config.mixers) if config is not None else set()
-    outputs = {output_path(model, path) for path in mixers}
+    mixers: dict[str, Any] = dict(config.quantization_config.mixers) if config is not None else {}
+    outputs = {output_path(model, path) for path in _with_softmax_before(mixers)}
+    native = [path for path in mixers if has_plain_level_weights(model.get_submodule(path))]
     inside = tuple(f"{p}." for p, module in model.named_modules() if isinstance(module, (SplitLinear, JoinedLinear)))
     modules = {
         path: module
@@ -112,8 +131,8 @@ def densify_live(model: Any) -> int:
     structured = {path: module for path, module in modules.items() if not isinstance(module, SharedBasis)}
     structured = {path: module for path, module in structured.items() if not is_pruned(table.get(path, {}))}
     guarded = {path for path, module in structured.items() if isinstance(module, GuardedLinear)}
-    if mixers and structured.keys() <= guarded:
-        raise SurgeryError(_only_mixers(type(model).__name__, len(mixers)))
+    if mixers and not native and structured.keys() <= guarded:
+        raise SurgeryError(_only_mixers(type(model).__name__, mixers))
     dense = {
         path: dense_module(module, bool(table.get(path, {}).get("transposed")), folded=path in outputs)
         for path, module in structured.items()
@@ -127,6 +146,9 @@ def densify_live(model: Any) -> int:
         parent, _, leaf = path.rpartition(".")
         delattr(model.get_submodule(parent), leaf)
     if config is not None:
+        for path in native:
+            remove_level_weights(model.get_submodule(path))
+            del config.quantization_config.mixers[path]
         merge_experts(model)
         folded = {path: _folded_entry(spec) for path, spec in table.items() if path in outputs}
         remove_table(model, folded)
@@ -159,9 +181,21 @@ def _padded_modules(model: Any, pruned: dict[str, Any]) -> dict[str, nn.Module]:
     return padded
 
 
-def _only_mixers(name: str, count: int) -> str:
+def _with_softmax_before(mixers: dict[str, Any]) -> list[str]:
+    """Return the paths of the mixers that replace softmax attention."""
+    return [path for path, spec in mixers.items() if mixer_config(spec).replaces_attention]
+
+
+def _only_mixers(name: str, mixers: dict[str, Any]) -> str:
+    replaced = len(_with_softmax_before(mixers))
+    if not replaced:
+        return (
+            f"{name} has no structured linears to multiply out: only its {len(mixers)} native linear layers have level "
+            "weights, and these were trained, so that the layers without them compute something else. Start from the "
+            "original checkpoint"
+        )
     return (
-        f"{name} has no structured linears to multiply out: only the attention of {count} layers was replaced, and a "
+        f"{name} has no structured linears to multiply out: only the attention of {replaced} layers was replaced, and a "
         "mixer has no dense "
         "weights of the same function. Start from the original checkpoint"
     )
@@ -200,14 +234,15 @@ def module_bias(module: Any) -> Tensor | None:
     return bias
 
 
-def check_openable(source: CheckpointSource, name: str) -> None:
-    """Raise SurgeryError unless the table, the tensors and their shapes are exactly those of the model of the config.
+def check_openable(source: CheckpointSource, name: str) -> Any | None:
+    """Return the converted model on meta. Raise SurgeryError unless the table, the tensors and their shapes are exactly
+    those of the model of the config.
 
-    A model class that is code of the checkpoint is not checked.
+    A model class that is code of the checkpoint is not checked, and None is returned.
     """
     table, mixers = table_of(source), mixers_of(source)
     if source.config.get("auto_map") and not has_shims(source.config):
-        return
+        return None
     model = build_unconverted_model(source)
     split_named_experts(model, source.tensors)
     replace_modules(model, table, mixers)
@@ -221,14 +256,16 @@ def check_openable(source: CheckpointSource, name: str) -> None:
                 f"{list(state[parameter].shape)}: its config.json and its weights do not belong together. Download or "
                 "convert the checkpoint again"
             )
+    return model
 
 
 def _output_projections(source: CheckpointSource, mixers: dict[str, Any]) -> set[str]:
     """Return the output projections of attention modules with a mixer, which stay GuardedLinear like their mixers."""
-    if not mixers:
+    paths = _with_softmax_before(mixers)
+    if not paths:
         return set()
     model = build_unconverted_model(source)
-    return {output_path(model, path) for path in mixers}
+    return {output_path(model, path) for path in paths}
 
 
 def _folded_entry(spec: dict[str, Any]) -> dict[str, Any]:

@@ -209,15 +209,15 @@ class LayerShards:
                 shapes[f"{basis_path(base)}.weight"] = (1, state["weight"].shape[-1], linear.in_)
 
     def _mixer_shapes(self, layer: str, mixers: dict[str, dict[str, Any]]) -> TensorShapes:
-        target = self.plan.attention_targets.get(layer)
-        if set(mixers) != ({target.path} if target else set()):
+        both = self.plan.attention_targets.get(layer), self.plan.native_targets.get(layer)
+        shape_of = {target.path: target.shape for target in both if target is not None}
+        if set(mixers) != set(shape_of):
             raise SurgeryError(f"the journal has mixers at {sorted(mixers)}, which are not those of the plan")
         shapes: TensorShapes = {}
         for path, spec in mixers.items():
-            assert target is not None
             config = mixer_config(spec)
             with torch.device("meta"):
-                state = MIXERS[config](config, target.shape).state_dict()
+                state = MIXERS[config](config, shape_of[path]).state_dict()
             shapes |= {f"{path}.mixer.{name}": tuple(t.shape) for name, t in state.items()}
         return shapes
 

@@ -33,12 +33,11 @@ from surgery.core.files import explain_disk_errors
 from surgery.core.journal import Journal
 from surgery.mixers import mixer_config
 from surgery.modeling.applied import original_folder, set_applied_class
-from surgery.modeling.attention import replace_attention
 from surgery.modeling.joined import JoinedLinear, connect_joined
 from surgery.modeling.live import copy_hooks, is_library_model
 from surgery.modeling.modules import build_module, connect_bases, shares_basis
 from surgery.modeling.quantization_config import SurgeryConfig
-from surgery.modeling.quantizer import untie
+from surgery.modeling.quantizer import put_mixer, untie
 from surgery.planning.targets import LinearTarget, Plan
 from surgery.structures.call_scope import hold_groups
 from surgery.structures.shared_basis import SharedBasis, basis_path
@@ -289,7 +288,7 @@ def _set_parameter(module: Any, leaf: str, tensor: Tensor, undo: Undo) -> None:
 
 
 def _set_mixer(model: Any, path: str, spec: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    replace_attention(model, path, mixer_config(spec))
+    put_mixer(model, path, mixer_config(spec))
     attention = model.get_submodule(path)
     names = attention.mixer.state_dict()
     attention.mixer.load_state_dict({name: tensors[f"{path}.mixer.{name}"] for name in names})

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,9 @@ from surgery.structures import STRUCTURES, StructureConfig, StructuredLinear
 from surgery.structures.call_scope import hold_groups
 from surgery.structures.quantized import QuantizedLinear
 from surgery.structures.shared_basis import SharedBasis, SharedLowRankLinear, basis_path, first_expert
+
+if TYPE_CHECKING:
+    from surgery.planning.native import NativeTarget
 
 
 @dataclass
@@ -324,6 +327,20 @@ def add_mixer(
     )
 
 
+def add_level_weights(meta_model: MetaModel, target: NativeTarget, replacement: LayerReplacement) -> None:
+    """Add the level weights of a native linear layer, 1 in every level, to the files of `replacement`.
+
+    The layer computes the same with them, so that calibration runs it without.
+    """
+    inside = [meta_model.tensor_info(name) for name in meta_model.keys if name.startswith(f"{target.path}.")]
+    stored = DTYPES[max(inside, key=lambda info: info.numel).dtype]
+    state = MIXERS[target.config](target.config, target.shape).to(stored).state_dict()
+    replacement.mixer_table[target.path] = target.config.to_dict()
+    replacement.entries += [TensorSource.from_tensor(f"{target.path}.mixer.{name}", t) for name, t in state.items()]
+    params = sum(t.numel() for t in state.values())
+    replacement.mixer_records.append({"name": target.path, "errors": {}, "params": params})
+
+
 def fold_output(
     meta_model: MetaModel,
     plan: Plan,
@@ -384,9 +401,9 @@ def load_replacement(
         replacement.modules[path] = module
     connect_joined(replacement.modules)
     replacement.mixer_table, replacement.mixer_records = entry.get("mixers", {}), entry.get("mixer_records", [])
-    for path, spec in replacement.mixer_table.items():
-        attention_target = plan.attention_targets[entry["piece"]]
-        replacement.mixers[path] = load_mixer(spec, attention_target, tensors, device)
+    attention_target = plan.attention_targets.get(entry["piece"])
+    if attention_target is not None and (spec := replacement.mixer_table.get(attention_target.path)):
+        replacement.mixers[attention_target.path] = load_mixer(spec, attention_target, tensors, device)
     for parameter, name in replacement.outside(original_names or {}).items():
         replacement.originals[parameter] = read_tensor(tensors[name], torch.float32, device=device)
     return replacement

@@ -43,6 +43,7 @@ from surgery.conversion.mixer_init.base import build_mixer, select_init
 from surgery.conversion.norms import swapped_parameters
 from surgery.conversion.replacement import (
     LayerReplacement,
+    add_level_weights,
     add_linear,
     add_mixer,
     broadcast_fits,
@@ -189,6 +190,8 @@ class SequentialConverter:
             self._fit_stages(call, targets, replacement)
         if attention_target is not None:
             fold_output(self.model, self.plan, attention_target, call.device, replacement)
+        if native_target := self.plan.native_targets.get(call.path):
+            add_level_weights(self.model, native_target, replacement)
         if self.tune_epochs:
             gram = load_grams(self.ctx.grams_dir / f"{call.path}.safetensors", self.runner.device).get(call.path)
             tune_layer(self.ctx, layer, replacement, gram, self.tune_epochs, self.tune_norms)

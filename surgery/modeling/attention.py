@@ -81,6 +81,16 @@ class MixerAttention:
     arguments: tuple[str, ...]
     passes_options: bool
 
+    @staticmethod
+    def class_attributes(base: Any) -> dict[str, Any]:
+        """Return the attributes of a subclass of the library class `base`."""
+        arguments = tuple(inspect.signature(base.forward).parameters)[1:]
+        return {"arguments": arguments, "passes_options": passes_options(base.forward)}
+
+    def cache_layer(self, past: Any) -> MixerCacheLayer:
+        """Return this layer of a cache, which is put into the cache if it is not there yet."""
+        return mixer_cache_layer(past, self.layer_idx)  # type: ignore[attr-defined]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the library's forward with the mixer as attention function, and the mixer's state as cache."""
         bound = {**dict(zip(self.arguments, args)), **kwargs}
@@ -102,7 +112,7 @@ class MixerAttention:
         past = bound.pop(name, None)
         if past is None and name == "cache":  # the library's own forwards still take the old name
             past = bound.pop("past_key_values", None)
-        layer = None if past is None else mixer_cache_layer(past, self.layer_idx)  # type: ignore[attr-defined]
+        layer = None if past is None else self.cache_layer(past)
         if name:
             bound[name] = None
         rope = bound.get("position_embeddings")
@@ -341,9 +351,8 @@ AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 def mixin_class(base: Any, mixin: Any) -> Any:
     """Return a subclass of a library class under the same name, so that saved files name the library's class."""
     names: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    if issubclass(mixin, MixerAttention):
-        names["arguments"] = tuple(inspect.signature(base.forward).parameters)[1:]
-        names["passes_options"] = passes_options(base.forward)
+    if hasattr(mixin, "class_attributes"):
+        names |= mixin.class_attributes(base)
     return type(base.__name__, (mixin, base), names)
 
 
@@ -408,12 +417,7 @@ def install(model: Any, mixers: dict[str, MixerConfig]) -> None:
 
     Raises SurgeryError, with the model unchanged, if a path or config is invalid.
     """
-    from surgery.modeling.quantization_config import SurgeryConfig
-
-    before = getattr(model.config, "quantization_config", None)
-    if before is not None and not isinstance(before, SurgeryConfig):
-        raise SurgeryError("the model is quantized by another method; convert it first, then quantize")
-    table = SurgeryConfig() if before is None else copy.deepcopy(before)
+    table = copied_table(model)
     valid = attention_paths(model)
     for path, config in mixers.items():
         if path not in valid:
@@ -424,6 +428,16 @@ def install(model: Any, mixers: dict[str, MixerConfig]) -> None:
         table.mixers[path] = config.to_dict()
         table.modules.update(fold_output_projection(model, path))
     model.config.quantization_config = table
+
+
+def copied_table(model: Any) -> Any:
+    """Return a copy of the model's table of replaced modules, an empty one if it has none."""
+    from surgery.modeling.quantization_config import SurgeryConfig
+
+    before = getattr(model.config, "quantization_config", None)
+    if before is not None and not isinstance(before, SurgeryConfig):
+        raise SurgeryError("the model is quantized by another method; convert it first, then quantize")
+    return SurgeryConfig() if before is None else copy.deepcopy(before)
 
 
 def restore_buffers(model: nn.Module) -> None:

@@ -463,7 +463,7 @@ def record_past(cache: Cache, model: nn.Module, tokens: int = 0) -> None:
     tokens: how many tokens a crop may remove of a prompt, or of tokens that were fed one by one; at least MAX_RECORDED.
     """
     for module in cached_modules(model):
-        layer = mixer_cache_layer(cache, module.layer_idx)
+        layer = module.cache_layer(cache)
         layer.record_past, layer.max_recorded = True, max(tokens, MAX_RECORDED)
     if hasattr(cache, "activate_past_recording"):  # missing in transformers 5.10
         cache.activate_past_recording()

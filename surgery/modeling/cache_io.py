@@ -64,7 +64,10 @@ def save_cache(cache: Cache, path: str | Path) -> None:
             layers.append({"kind": "softmax", "seen": int(layer.get_seq_length())})
             held = {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
         else:
-            raise SurgeryError(f"layer {i} of the cache is a {kind.__name__}; only dynamic caches can be saved")
+            raise SurgeryError(
+                f"layer {i} of the cache is a {kind.__name__}; only caches whose layers hold keys and values, or the state "
+                "of a mixer alone, can be saved"
+            )
         tensors.update({f"{i}.{name}": t.detach().clone().contiguous() for name, t in held.items()})
     if digest is not None:  # in the one entry of the metadata: safetensors writes several in any order
         layers[0]["decoder"] = digest

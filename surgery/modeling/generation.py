@@ -7,7 +7,7 @@ from typing import Any
 
 from surgery.core.errors import SurgeryError
 from surgery.modeling.attention_weights import placeholders, remove_placeholders
-from surgery.modeling.cache import CACHE_NAME, MixerCacheLayer, cached_modules, mixer_cache_layer, record_past
+from surgery.modeling.cache import CACHE_NAME, MixerCacheLayer, cached_modules, record_past
 
 
 class MixerGenerationMixin:
@@ -25,7 +25,7 @@ class MixerGenerationMixin:
         cache = model_kwargs.get(CACHE_NAME)
         if cache is not None:
             for module in cached_modules(self):  # type: ignore[arg-type]
-                mixer_cache_layer(cache, module.layer_idx)
+                module.cache_layer(cache)
             assisted = getattr(generation_mode, "value", "") == "assisted_generation"
             if assisted or getattr(generation_config, "is_assistant", False):
                 record_past(cache, self, _draft_tokens(generation_config))  # type: ignore[arg-type]
@@ -42,7 +42,7 @@ class MixerGenerationMixin:
         cache = model_kwargs.get(CACHE_NAME)
         self._decode_step = capture_decode_step(self, cache, generation_config)
         layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", [])
-        if not any(isinstance(layer, MixerCacheLayer) for layer in layers):
+        if not any(isinstance(layer, MixerCacheLayer) or hasattr(layer, "native") for layer in layers):
             return super()._valid_auto_compile_criteria(model_kwargs, generation_config)  # type: ignore[misc]
         if generation_config.compile_config is not None and self._decode_step is None:
             warnings.warn("compile_config is not used: generate does not compile the steps of mixers", stacklevel=2)

@@ -24,7 +24,8 @@ NEEDED = {"attention_mask", "position_ids"}
 
 
 @cache
-def _argument_names(cls: type) -> tuple[str, ...]:
+def argument_names(cls: type) -> tuple[str, ...]:
+    """Return the names of the arguments of a class's forward, without self."""
     return tuple(inspect.signature(cls.forward).parameters)[1:]  # type: ignore[attr-defined]
 
 
@@ -44,7 +45,7 @@ def add_positions(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook: pass position_ids that follow from a 2-D attention mask, unless the caller gives some."""
     cls: Any = type(module)
-    arguments = {**dict(zip(_argument_names(cls), args)), **kwargs}
+    arguments = {**dict(zip(argument_names(cls), args)), **kwargs}
     mask_BS = arguments.get("attention_mask")
     inputs = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
     if (
@@ -72,7 +73,7 @@ def derive_positions(model: Any, path: str, causal: bool) -> None:
         cls: Any = type(module)
         if not isinstance(module, PreTrainedModel):
             continue
-        if set(_argument_names(cls)) >= NEEDED:
+        if set(argument_names(cls)) >= NEEDED:
             if add_positions not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(add_positions, with_kwargs=True)
             return

@@ -18,7 +18,7 @@ from surgery.checkpoint.safetensors_io import read_header
 from surgery.checkpoint.table import QUANT_METHOD, has_shims, is_pruned
 from surgery.checkpoint.tensor_names import check_tensors, find_model_class, unused_tensors
 from surgery.core.errors import SurgeryError
-from surgery.mixers import mixer_config
+from surgery.mixers import MixerConfig, mixer_config
 from surgery.modeling.converted_head import ConvertedModelMixin, converted_head
 from surgery.modeling.joined import connect_joined
 from surgery.modeling.modules import (
@@ -152,7 +152,7 @@ def replace_modules(model: Any, table: dict[str, Any], mixers: dict[str, Any], s
     """
     # Imported here because this module loads during the import of transformers' models, which attention needs complete.
     from surgery.modeling.applied import LoadedModelMixin
-    from surgery.modeling.attention import mixin_class, replace_attention
+    from surgery.modeling.attention import mixin_class
 
     split_named_experts(model, table)
     find, missing, taken, sharing = ModuleFinder(model), 0, set(), []
@@ -179,13 +179,27 @@ def replace_modules(model: Any, table: dict[str, Any], mixers: dict[str, Any], s
             sharing += [module_path] if shares_basis(spec) else []
             joined |= {module_path: replacement} if is_joined(spec) else {}
         else:
-            replace_attention(model, module_path, mixer_config(spec))
+            put_mixer(model, module_path, mixer_config(spec))
     connect_bases(model, sharing)
     connect_joined(joined)
     hold_groups(model)
     if converted_head(model) is not None and not isinstance(model, ConvertedModelMixin):
         base: Any = type(model)
         model.__class__ = mixin_class(base, LoadedModelMixin)
+
+
+def put_mixer(model: Any, path: str, config: MixerConfig) -> None:
+    """Put a mixer with this config into the module at `path`: in place of its softmax attention, or as level weights of
+    a native linear layer."""
+    # Imported here because this module loads during the import of transformers' models, which attention needs complete.
+    if config.replaces_attention:
+        from surgery.modeling.attention import replace_attention
+
+        replace_attention(model, path, config)
+    else:
+        from surgery.modeling.native import add_level_weights
+
+        add_level_weights(model, path, config)  # type: ignore[arg-type]
 
 
 def split_named_experts(model: Any, paths: Iterable[str]) -> None:

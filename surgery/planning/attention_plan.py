@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from surgery.architectures.attention import attention_paths, attention_shape, output_path
+from surgery.architectures.attention import attention_paths, attention_shape, output_path, shapes_without_mixer
 from surgery.architectures.linears import ModelLayout
 from surgery.architectures.towers import text_config
 from surgery.checkpoint.outline import ModelDescription
@@ -19,6 +19,9 @@ from surgery.mixers.mlr import slowest_first
 from surgery.mixers.softmax import Softmax
 from surgery.planning.attention_recipe import HybridRecipe
 from surgery.planning.recipe import ConversionRecipe
+
+if TYPE_CHECKING:
+    from surgery.planning.native import NativeTarget
 
 
 @dataclass(frozen=True)
@@ -190,8 +193,9 @@ def keep_heads(targets: dict[str, AttentionTarget], heads: Mapping[str, Sequence
     return mixer_targets
 
 
-def softmax_shapes(meta_model: ModelDescription, targets: dict[str, AttentionTarget]) -> tuple[AttentionShape, ...]:
-    """Return the shapes of the attention modules that are no targets, in order."""
-    replaced = {target.path for target in targets.values()}
-    paths = attention_paths(meta_model.model) if targets else []
-    return tuple(attention_shape(meta_model.model, path) for path in paths if path not in replaced)
+def softmax_shapes(
+    meta_model: ModelDescription, targets: Iterable[AttentionTarget | NativeTarget]
+) -> tuple[AttentionShape, ...]:
+    """Return the shapes of the softmax attention modules that are no targets, in order; none without targets."""
+    mixers = {target.path: target.config for target in targets}
+    return tuple(shapes_without_mixer(meta_model.model, mixers).values()) if mixers else ()

@@ -286,10 +286,15 @@ class AttentionRecipe(BaseModel):
 
 
 def check_mixer_options(where: str, mixer: str, options: dict[str, Any], model: type[BaseModel]) -> None:
-    """Raise SurgeryError for an option that the mixer lacks. where: the place in the recipe; model: its class, with the
-    other keys.
+    """Raise SurgeryError for an option that the mixer lacks, and for level weights, which replace no attention. where:
+    the place in the recipe; model: its class, with the other keys.
     """
     config_type: Any = MIXERS.config_type(mixer)
+    if not config_type.replaces_attention:
+        raise SurgeryError(
+            f"{where}: level weights belong to linear layers that a model has of its own, and {where} replaces softmax "
+            "attention. Give the key native, for example native: {levels: 12, block: 64}"
+        )
     known = {*config_type.__dataclass_fields__, *model.model_fields}
     for key in options:
         if key not in known:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -24,7 +24,7 @@ from surgery.core.config import is_layer_selected
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.registry import validate_config
 from surgery.mixers.softmax import describe_softmax
-from surgery.planning.attention_plan import find_attention_targets, softmax_shapes
+from surgery.planning.attention_plan import AttentionTarget, find_attention_targets, softmax_shapes
 from surgery.planning.joined import check_joins, group_by_input
 from surgery.planning.pruned_mlps import (
     Mlp,
@@ -43,6 +43,7 @@ from surgery.structures import STRUCTURES, StructureConfig
 if TYPE_CHECKING:
     from surgery.planning.depth import DepthPlan
     from surgery.planning.fewer_experts import ExpertsPlan
+    from surgery.planning.native import NativeTarget
 
 
 def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
@@ -76,6 +77,13 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
         notes.append("planned from config.json alone: there are no weights to check it against")
     notes += [*_merged_notes(meta_model.model, layout), *_held_notes(layout)]
     attention_targets, attention_notes = find_attention_targets(meta_model, recipe, layout)
+    native_targets: dict[str, NativeTarget] = {}
+    if recipe.native is not None:
+        # Imported by conversions that add level weights.
+        from surgery.planning.native import find_native_targets
+
+        native_targets = find_native_targets(meta_model, recipe.native, layout)
+        _check_one_mixer(attention_targets, native_targets)
     refitted: set[str] = set()  # output projections
     if recipe.attention and recipe.attention.refits_output:
         refitted = {target.output for target in attention_targets.values()}
@@ -117,11 +125,13 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
             _check_reachable(linear, layout)
             _check_dtypes(meta_model, linear_targets[0])
             targets[linear.path] = linear_targets
-    replaces = attention_targets or any(target.configs for slices in targets.values() for target in slices)
+    replaces = (
+        attention_targets or native_targets or any(target.configs for slices in targets.values() for target in slices)
+    )
     if not replaces and recipe.depth is None and recipe.experts is None:
         raise SurgeryError(
-            "plan: the recipe replaces nothing; give a structure other than dense and keep below 1, or attention: a "
-            "mixer"
+            "plan: the recipe replaces nothing; give a structure other than dense and keep below 1, attention: a mixer, "
+            "or native: level weights"
         )
     targets, sharing_notes = share_bases(targets, recipe, layout)
     notes += sharing_notes
@@ -157,13 +167,25 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
         targets,
         tuple(notes),
         attention_targets,
-        softmax_shapes(meta_model, attention_targets),
+        native_targets,
+        softmax_shapes(meta_model, [*attention_targets.values(), *native_targets.values()]),
         model_params=sum(counted.values()),
         untied_params=untied,
         time=time,
         dtype=meta_model.source.dtype,
         pruned_targets=pruned_targets,
     )
+
+
+def _check_one_mixer(attention: Mapping[str, AttentionTarget], native: Mapping[str, NativeTarget]) -> None:
+    """Raise SurgeryError if a layer would get a mixer for its softmax attention and level weights: their states have
+    one place in the cache.
+    """
+    if both := [layer for layer in native if layer in attention]:
+        raise SurgeryError(
+            f"plan: {both[0]} has softmax attention and a linear layer side by side, and their new states would have one "
+            "place in the cache. Give a recipe attention or native, not both"
+        )
 
 
 def with_depth(plan: Plan, depth: DepthPlan) -> Plan:

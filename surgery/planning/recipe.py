@@ -26,7 +26,7 @@ from __future__ import annotations
 import importlib.resources
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, field_validator, model_validator
 
@@ -38,6 +38,9 @@ from surgery.planning.depth_recipe import DepthRecipe
 from surgery.planning.renamed import OLD_HEALING_RECIPES, renew_override, renew_recipe, warn_renamed
 from surgery.planning.speed_recipe import SpeedRecipe
 from surgery.structures import STRUCTURES
+
+if TYPE_CHECKING:
+    from surgery.mixers.native_config import Native
 
 Share = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1, strict=True)]
@@ -147,6 +150,29 @@ class TuneRecipe(_StrictModel):
         return bool(self.layers or self.model)
 
 
+class NativeRecipe(_StrictModel):
+    """Level weights of native linear layers. levels, block: see `Native`. layers: range of layer numbers, counted among
+    the native linear layers."""
+
+    levels: int = 12
+    block: int = 64
+    layers: str = ":"
+
+    _layers = field_validator("layers", mode="before")(check_layer_range)
+
+    @model_validator(mode="after")
+    def _check_options(self) -> NativeRecipe:
+        self.config()
+        return self
+
+    def config(self) -> Native:
+        """Return the config of the mixer."""
+        # Imported by recipes that add level weights.
+        from surgery.mixers.native_config import Native
+
+        return Native(self.levels, self.block)
+
+
 class CalibrationText(_StrictModel):
     """One of several calibration texts. path: a file or a Hub data set. weight: relative share of the tokens."""
 
@@ -181,6 +207,7 @@ class ConversionRecipe(_StrictModel):
     depth: DepthRecipe | None = None
     experts: Annotated[int, Field(ge=1, strict=True)] | None = None
     attention: AttentionRecipe | None = None
+    native: NativeRecipe | None = None
     candidates: tuple[str, ...] = ("low_rank", "pivoted_low_rank", "btt", "monarch")
 
     allocate: Literal["measured", "uniform"] = "measured"

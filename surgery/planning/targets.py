@@ -21,6 +21,7 @@ from surgery.structures import STRUCTURES, StructureConfig, StructuredLinear
 if TYPE_CHECKING:
     from surgery.planning.depth import DepthPlan
     from surgery.planning.fewer_experts import ExpertsPlan
+    from surgery.planning.native import NativeTarget
 
 
 @dataclass(frozen=True)
@@ -224,7 +225,8 @@ class Plan:
     """All replacements of a conversion.
 
     targets: linear targets by path of the linear, in model order. attention_targets: attention modules to be replaced
-    by mixers, by path of their layer. softmax_shapes: shapes of all other attention modules, if there are targets.
+    by mixers, by path of their layer. native_targets: native linear layers that get level weights, likewise.
+    softmax_shapes: shapes of all other attention modules, if there are targets of either kind.
     notes: messages for the user. unreached: names of linears that the recipe would replace and that stay dense, because
     the calibration inputs do not reach them. model_params: parameters of the whole model, a tied pair counted once.
     untied_params: those that are stored twice after the conversion, because a tied weight is replaced. time: what the
@@ -241,6 +243,7 @@ class Plan:
     targets: dict[str, tuple[LinearTarget, ...]]
     notes: tuple[str, ...]
     attention_targets: dict[str, AttentionTarget] = field(default_factory=dict)
+    native_targets: dict[str, NativeTarget] = field(default_factory=dict)
     softmax_shapes: tuple[AttentionShape, ...] = ()
     unreached: tuple[str, ...] = ()
     model_params: int = 0
@@ -301,15 +304,16 @@ class Plan:
         heads = hybrid.fixed_heads(list(targets.values()))
         return keep_heads(targets, {layer: heads[target.index] for layer, target in targets.items()})
 
-    def attention_after(self) -> tuple[list[AttentionTarget], list[AttentionShape], int]:
-        """Return (targets that get mixers, shapes of the modules that keep softmax attention, how many targets will
+    def attention_after(self) -> tuple[list[AttentionTarget | NativeTarget], list[AttentionShape], int]:
+        """Return (targets that get mixers or level weights, shapes of the modules that keep softmax attention, how many targets will
         keep softmax too).
 
         Which targets keep it is known after measurements on text. Both lists are empty without attention targets.
         """
         expected = self.expected_targets()
         whole = (target.shape for layer, target in self.attention_targets.items() if layer not in expected)
-        return list(expected.values()), [*self.softmax_shapes, *whole], self.measured_softmax_count
+        mixed: list[AttentionTarget | NativeTarget] = [*expected.values(), *self.native_targets.values()]
+        return mixed, [*self.softmax_shapes, *whole], self.measured_softmax_count
 
     def targets_in_layer(self, layer: str) -> dict[str, tuple[LinearTarget, ...]]:
         """Return the targets of one layer by path of the linear."""

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from surgery.architectures.attention import attention_paths, attention_shape
+from surgery.architectures.attention import shapes_without_mixer
 from surgery.architectures.linears import is_linear
 from surgery.core.errors import SurgeryError
-from surgery.modeling.attention import MixerAttention
+from surgery.modeling.cache import mixer_modules
 from surgery.modeling.modules import REPLACED
 from surgery.modeling.quantize import stored_bytes
 from surgery.publish.summary import attention_costs
@@ -41,11 +41,8 @@ def inspect_model(model: Any) -> dict[str, Any]:
     before = sum(_linear_macs(module) for module in linears)
     change = report["totals"]["macs_after"] - report["totals"]["macs_before"]
     report["macs_per_token"] = {"before": before, "after": before + change}
-    if replaced := [
-        (p, m.mixer.config, m.mixer.shape) for p, m in model.named_modules() if isinstance(m, MixerAttention)
-    ]:
-        mixers = {path for path, _, _ in replaced}
-        with_softmax = (attention_shape(model, path) for path in attention_paths(model) if path not in mixers)
+    if replaced := [(path, m.mixer.config, m.mixer.shape) for path, m in mixer_modules(model)]:
+        with_softmax = shapes_without_mixer(model, {path: config for path, config, _ in replaced}).values()
         report |= attention_costs(replaced, with_softmax, "mixer_rows", model.dtype)
         report["training_kernels"] = training_kernels(replaced)
     return report

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from surgery.architectures.attention import attention_paths, attention_shape
+from surgery.architectures.attention import mixer_shape, shapes_without_mixer
 from surgery.architectures.linears import LinearInfo, ModelLayout, find_linears
 from surgery.checkpoint.outline import describe_unconverted_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
@@ -24,6 +24,7 @@ from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
 from surgery.mixers.cache_size import cache_bytes
 from surgery.mixers.head_hybrid import HeadHybrid
 from surgery.mixers.masks.base import MASKS
+from surgery.mixers.native_config import Native, native_macs, native_state_bytes
 from surgery.mixers.softmax import Softmax, describe_softmax
 from surgery.modeling.joined import record_paths
 from surgery.planning.renamed import renew_report
@@ -219,7 +220,7 @@ def checkpoint_costs(source: CheckpointSource, lengths: tuple[int, ...] | None =
     mixers = mixers_of(source)
     model = describe_unconverted_model(source)
     with_mixers = _mixers_of(model, mixers)
-    with_softmax = (attention_shape(model, path) for path in attention_paths(model) if path not in mixers)
+    with_softmax = shapes_without_mixer(model, {path: config for path, config, _ in with_mixers}).values()
     return attention_costs(with_mixers, with_softmax, "mixer_rows", source.dtype, lengths=lengths or CONTEXTS)
 
 
@@ -229,7 +230,8 @@ def checkpoint_mixers(source: CheckpointSource) -> list[tuple[str, MixerConfig, 
 
 
 def _mixers_of(model: Any, mixers: dict[str, dict[str, Any]]) -> list[tuple[str, MixerConfig, AttentionShape]]:
-    return [(path, mixer_config(spec), attention_shape(model, path)) for path, spec in mixers.items()]
+    configs = {path: mixer_config(spec) for path, spec in mixers.items()}
+    return [(path, config, mixer_shape(model, path, config)) for path, config in configs.items()]
 
 
 def macs_per_token(report: dict[str, Any], source: CheckpointSource) -> dict[str, int] | None:
@@ -394,15 +396,18 @@ def attention_costs(
     over all choices otherwise.
     """
     modules = list(with_mixers)
-    share = Fraction(len(modules) - chosen, len(modules)) if modules else Fraction(1)
+    replaced = sum(config.replaces_attention for _, config, _ in modules)
+    share_of_mixers = Fraction(replaced - chosen, replaced) if replaced else Fraction(1)
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     softmax_costs: dict[str, Any] = {"cache_bytes": {}, "macs": {}}
     for path, config, shape in modules:
+        share = share_of_mixers if config.replaces_attention else Fraction(1)
         row = rows.setdefault(
             (describe_mixer(config), json.dumps(_cost_options(config), sort_keys=True)),
             {
                 "mixer": describe_mixer(config),
                 "paths": [],
+                "layers": Fraction(0),
                 "params": 0,
                 "cache_bytes": {},
                 "macs": {},
@@ -410,14 +415,13 @@ def attention_costs(
             },
         )
         row["paths"].append(path)
+        row["layers"] += share
         _add_costs(row, shape, config, share, lengths, dtype)
         _add_costs(softmax_costs, shape, None, 1 - share, lengths, dtype)
         row["params"] += share * MIXERS[config].cost(config, shape, lengths[0]).params
     others = list(softmax)
     for shape in others:
         _add_costs(softmax_costs, shape, None, Fraction(1), lengths, dtype)
-    for row in rows.values():
-        row["layers"] = _rounded(share * len(row["paths"]))
     totals = None
     if modules:
         count = len(modules) + len(others)
@@ -463,11 +467,13 @@ def compare_costs(
     sequence after `length` tokens, and `macs` of the next token. config: of the mixer; None: softmax attention
     stays.
     """
-    softmax = cache_bytes(None, shape, length, dtype), softmax_macs(shape, length)
+    before = cache_bytes(None, shape, length, dtype), softmax_macs(shape, length)
     if config is None:
-        return {"cache_bytes": (softmax[0],) * 2, "macs": (softmax[1],) * 2}
-    macs = MIXERS[config].cost(config, shape, length).macs
-    return {"cache_bytes": (softmax[0], cache_bytes(config, shape, length, dtype)), "macs": (softmax[1], macs)}
+        return {"cache_bytes": (before[0],) * 2, "macs": (before[1],) * 2}
+    cost = MIXERS[config].cost(config, shape, length)
+    if not config.replaces_attention:
+        before = native_state_bytes(shape, dtype), native_macs(shape)
+    return {"cache_bytes": (before[0], cache_bytes(config, shape, length, dtype)), "macs": (before[1], cost.macs)}
 
 
 def _rounded(value: Any) -> Any:
@@ -491,6 +497,8 @@ def describe_mixer(config: Any) -> str:
         return f"softmax in {len(config.softmax_heads)} {heads} of a layer{options}; {describe_mixer(config.others)}"
     if isinstance(config, Softmax):
         return f"softmax: {describe_softmax(config)}"
+    if isinstance(config, Native):
+        return f"native: {config.levels} level weights, block {config.block}"
     if not hasattr(config, "mask"):
         words = [config.name]
         if ranks := getattr(config, "ranks", None):

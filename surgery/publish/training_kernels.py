@@ -24,12 +24,15 @@ def training_kernels(mixers: Iterable[tuple[str, MixerConfig, AttentionShape]]) 
     """Return a row per mixer config and shape: `mixer`, the config's name; `layers`, their number; `kernels`, the
     functions that kernels compute; `references`, name -> reason of those that run their PyTorch reference.
 
-    mixers: (path, config, shape). The list is empty without Triton, and has no row for mixers without such functions.
+    mixers: (path, config, shape). The list is empty without Triton, and has no row for mixers without such functions,
+    nor for level weights of native layers, whose queries and keys a layer of transformers makes.
     """
     if not load_kernels():
         return []
     layers: dict[tuple[MixerConfig, AttentionShape], int] = {}
     for _, config, shape in mixers:
+        if not config.replaces_attention:
+            continue
         layers[config, shape] = layers.get((config, shape), 0) + 1
     rows = []
     for (config, shape), count in layers.items():

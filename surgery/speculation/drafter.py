@@ -239,6 +239,11 @@ def check_original(model: Any) -> None:
             "verified together differ from "
             "single steps. Use model.generate"
         )
+    if any(not module.mixer.config.replaces_attention for _, module in mixer_modules(model)):
+        raise SurgeryError(
+            f"{name} has native linear layers with level weights, whose convolutions cannot go back by another number of "
+            "tokens in each row. Use model.generate, without drafts"
+        )
     attention = config._attn_implementation
     if attention not in ("sdpa", "eager"):
         raise SurgeryError(

@@ -190,7 +190,7 @@ def _parameter_info(name: str, parameter: Tensor, modules: dict[str, nn.Module])
     if ".lora_" in f".{name}" or ".modules_to_save." in name:
         return ParameterInfo("adapters", None)
     module: Any = modules[path]
-    if ".mixer." in f".{name}":
+    if _is_of_mixer(path, modules):
         return ParameterInfo("mixers", _mixer_fans(module, leaf, parameter))
     if isinstance(module, StructuredLinear):
         mup = module.mup().get(leaf)
@@ -204,6 +204,12 @@ def _parameter_info(name: str, parameter: Tensor, modules: dict[str, nn.Module])
             out, in_ = in_, out
         return ParameterInfo("dense", Fans(in_, out, in_, out))
     return ParameterInfo("vectors" if parameter.dim() < 2 else "dense", None)
+
+
+def _is_of_mixer(path: str, modules: dict[str, nn.Module]) -> bool:
+    """Return whether the module at `path` is a mixer or a part of one."""
+    parts = path.split(".")
+    return any(isinstance(modules.get(".".join(parts[:end])), Mixer) for end in range(1, len(parts) + 1))
 
 
 def _mixer_fans(module: Any, leaf: str, parameter: Tensor) -> Fans | None:

@@ -131,6 +131,11 @@ def _is_of_attention(path: str) -> bool:
 def check_mixer(config: MixerConfig, where: str) -> MixerConfig:
     """Return the config of a mixer. Raise SurgeryError, with the reason, if vLLM cannot keep its state."""
     MIXERS[config]  # raises for unknown mixers
+    if not config.replaces_attention:
+        raise SurgeryError(
+            f"{where}: this native linear layer has level weights, and vLLM's own Gated DeltaNet and Mamba-2 layers have "
+            "one state for each sequence. Use `transformers serve`, or `surgery serve`, which chooses it"
+        )
     if isinstance(config, HeadHybrid):
         raise SurgeryError(
             f"{where}: this layer keeps softmax in key/value heads {list(config.softmax_heads)} and a state for the "

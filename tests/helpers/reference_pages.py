@@ -21,7 +21,7 @@ from pydantic_core import PydanticUndefined
 from surgery.cli.main import app
 from surgery.planning.attention_recipe import AttentionRecipe, HybridRecipe
 from surgery.planning.depth_recipe import DepthRecipe
-from surgery.planning.recipe import ConversionRecipe, Rule, TuneRecipe
+from surgery.planning.recipe import ConversionRecipe, NativeRecipe, Rule, TuneRecipe
 from surgery.planning.speed_recipe import SpeedRecipe
 from surgery.training.data.recipe import DataConfig
 from surgery.training.recipe import GuardConfig, HealingRecipe, TeacherConfig
@@ -36,6 +36,7 @@ CONVERSION: dict[str, type[BaseModel]] = {
     "`tune`": TuneRecipe,
     "`attention`": AttentionRecipe,
     "`attention.hybrid`": HybridRecipe,
+    "`native`": NativeRecipe,
 }
 HEALING: dict[str, type[BaseModel]] = {
     "A healing recipe": HealingRecipe,

@@ -49,7 +49,7 @@ SPECS = {
 
 
 def test_every_mixer_is_counted_below():
-    assert {spec["mixer"] for spec in SPECS.values()} >= set(MIXERS.names())
+    assert {spec["mixer"] for spec in SPECS.values()} >= set(MIXERS.names()) - {"native"}  # native: see test_native.py
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

@@ -54,8 +54,9 @@ def known_options(name: str) -> set[str]:
 
 
 def all_configs() -> dict[str, MixerConfig]:
-    """Every registered mixer, mask and feature map, every optional submodule, and the mixer of every shipped recipe."""
-    configs = {name: mixer_config(plain_options(name)) for name in MIXERS.names()}
+    """Every registered mixer that replaces softmax attention, every mask and feature map, every optional submodule, and
+    the mixer of every shipped recipe."""
+    configs = {name: mixer_config(plain_options(name)) for name in MIXERS.names() if name != "native"}
     for mask in MASKS.names():
         configs[f"mask-{mask}"] = LinearAttention(mask=mask)
         configs[f"delta-{mask}"] = LinearAttention(mask=mask, scores="delta")

@@ -162,7 +162,8 @@ def _write(shape: ConversionShape, setting: Setting) -> Step:
 def result_bytes(shape: ConversionShape) -> float:
     """Return the bytes of the converted checkpoint."""
     saved = sum(target.numel - stored_size(target) for target in shape.plan.replaced_targets())
-    mixers = sum(MIXERS[t.config].cost(t.config, t.shape, 1).params for t in shape.plan.expected_targets().values())
+    mixed, _, _ = shape.plan.attention_after()
+    mixers = sum(MIXERS[t.config].cost(t.config, t.shape, 1).params for t in mixed)
     return shape.itemsize * (shape.params - saved + mixers + shape.plan.untied_params)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
-from surgery.architectures.attention import attention_paths, attention_shape
+from surgery.architectures.attention import mixer_shape, shapes_without_mixer
 from surgery.architectures.base import ROLES
 from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
@@ -125,13 +125,14 @@ def _add_attention(data: PageData, source: CheckpointSource) -> None:
     mixers = {path: mixer_config(spec) for path, spec in mixers_of(source).items()}
     try:
         model = build_unconverted_model(source)
-        paths = attention_paths(model)
-        shapes = {path: attention_shape(model, path) for path in paths}
+        every = {path: mixer_shape(model, path, config) for path, config in mixers.items()}
+        every |= shapes_without_mixer(model, mixers)
+        shapes = {path: every[path] for path, _ in model.named_modules() if path in every}
     except SurgeryError as error:
         data.mixing = {path: describe_mixer(config) for path, config in mixers.items()}
         data.notes.append(f"costs against context are not shown: {error}")
         return
-    data.mixing = {path: describe_mixer(mixers[path]) if path in mixers else "softmax" for path in paths}
+    data.mixing = {path: describe_mixer(mixers[path]) if path in mixers else "softmax" for path in shapes}
     linears = macs_per_token(data.report, source) or {"before": 0, "after": 0}
     for context in CONTEXTS:
         sums = {"cache_bytes": (0, 0), "macs": (linears["before"], linears["after"])}

@@ -98,6 +98,7 @@ PAPERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "head_hybrid": (TAN,),
         "linear": (KATHAROPOULOS,),
         "mlr": (KUANG,),
+        "native": (GUO,),
         "window": (BELTAGY,),
     },
     "mask": {

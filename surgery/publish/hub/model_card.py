@@ -18,6 +18,7 @@ from surgery.core.tables import format_count
 from surgery.mixers import MIXERS
 from surgery.mixers.features.base import FEATURES
 from surgery.mixers.masks.base import MASKS
+from surgery.mixers.native_config import Native
 from surgery.publish.hub.card_metadata import front_matter
 from surgery.publish.hub.citations import cited_papers
 from surgery.publish.hub.files import UploadFile
@@ -120,11 +121,14 @@ def _replacement_section(source: CheckpointSource, report: dict[str, Any]) -> st
     lines.append(_row("bytes on disk", total["bytes_before"], total["bytes_after"]))
     lines += cache_rows(source)
     kinds = ", ".join(f"{number} linears by {plain(name)}" for name, number in _count_structures(report).items())
-    swapped = ", ".join(
-        f"softmax attention of {number} layers by {plain(name)}" for name, number in _count_mixers(source).items()
-    )
+    mixers = _count_mixers(source)
+    native = mixers.pop(Native.name, 0)
+    swapped = ", ".join(f"softmax attention of {number} layers by {plain(name)}" for name, number in mixers.items())
     summary = "; ".join(clause for clause in (kinds, swapped) if clause)
-    return "\n".join([*lines, "", f"Replaced: {summary}. `surgery_report.json` lists every matrix with its error."])
+    sentences = [f"Replaced: {summary}. `surgery_report.json` lists every matrix with its error."] if summary else []
+    if native:
+        sentences.append(f"Added: level weights of log-linear attention, in {native} linear layers of the model's own.")
+    return "\n".join([*lines, "", " ".join(sentences)])
 
 
 def cache_rows(source: CheckpointSource) -> list[str]:

@@ -85,6 +85,11 @@ def make_model(
             init_unit_low_rank(model)
         if plan is not None and plan.attention_targets:
             install_mixers(model, plan)
+        if plan is not None and plan.native_targets:
+            # Imported with models that have level weights.
+            from surgery.modeling.native import install_native
+
+            install_native(model, {target.path: target.config for target in plan.native_targets.values()})
     return model
 
 

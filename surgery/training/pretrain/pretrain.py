@@ -184,7 +184,9 @@ def initial_report(plan: Plan, folder: Path, recipe: PretrainRecipe) -> dict[str
         "totals": counts,
         "modules": records,
         "mixers": [
-            {"name": attention_target.path, "errors": {}} for attention_target in plan.attention_targets.values()
+            {"name": path, "errors": {}}
+            for targets in (plan.attention_targets, plan.native_targets)
+            for path in (target.path for target in targets.values())
         ],
         "hybrid": None,
         "time": {"seconds": {"total": 0.0}, "layers": {}, "device": "cpu"},

@@ -1,0 +1,157 @@
+"""Log-linear attention in the linear layers that a model has of its own: Gated DeltaNet and Mamba-2 (Guo et al. 2025).
+
+    O = (A . M) V,   M_ts = lambda_t^(level(t, s)) x gates_ts,   lambda_t^(l) = softplus(W_l x_t + b_l) / log 2
+
+The layer computes queries, keys, values, gates and the step sizes beta as before; the mixer adds the level weights
+lambda. With W = b = 0 they are exactly 1, in every dtype in which W and b are stored, and M is the layer's own mask of
+gates. Gated DeltaNet reads A with the delta rule; Mamba-2 has kernel scores, with q = C, k = B and v = dt x.
+
+There is one group per value head (J = 1 query head).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surgery.mixers.base import (
+    MIXERS,
+    AttentionShape,
+    Mixer,
+    MixerCost,
+    MixerInputs,
+    MixerState,
+)
+from surgery.mixers.common.bidirectional import dense_output
+from surgery.mixers.common.padding import Unpadder
+from surgery.mixers.masks.base import Mask, MaskInputs
+from surgery.mixers.masks.gates import Gates, GatesMask
+from surgery.mixers.masks.log_linear import Hierarchical, HierarchicalMask
+from surgery.mixers.native_config import Native
+from surgery.mixers.projections import Float32Linear, autocast_disabled
+
+CHUNK = 64  # tokens per chunk in training and prefill
+
+
+@dataclass
+class NativeInputs(MixerInputs):
+    """Inputs of one call, after the layer's convolution.
+
+    q_BHTK, k_BGTK, v_BGTV: with H = G value heads; as the products need them (normalized, scaled, times dt). gate_BTG:
+    log-gates. beta_BGT: step sizes of the delta rule, None for kernel scores.
+    """
+
+    gate_BTG: Tensor | None = None
+    beta_BGT: Tensor | None = None
+
+    def at_tokens(self, index: slice | Tensor) -> NativeInputs:
+        """Return the inputs of some tokens."""
+        assert self.gate_BTG is not None
+        beta_BGT = None if self.beta_BGT is None else self.beta_BGT[:, :, index]
+        tokens: NativeInputs = super().at_tokens(index)  # type: ignore[assignment]
+        return replace(tokens, gate_BTG=self.gate_BTG[:, index], beta_BGT=beta_BGT)
+
+
+class _GivenGates(GatesMask):
+    """Gates that come with the call as signal `gate`, without parameters."""
+
+    def __init__(self, config: Gates, shape: AttentionShape):
+        Mask.__init__(self, config, shape)
+
+
+class _GivenLevels(HierarchicalMask):
+    """The log-linear mask, with level weights and gates that come with the call as signals, without parameters."""
+
+    def __init__(self, config: Hierarchical, shape: AttentionShape):
+        Mask.__init__(self, config, shape)
+        self.gates = _GivenGates(config.gates, shape)
+        self.written_signals = self.gates.written_signals
+        self.matrices = None
+
+
+def mask_config(config: Native) -> Hierarchical:
+    """Return the config of the mask."""
+    return Hierarchical(levels=config.levels, block=config.block)
+
+
+@MIXERS.register(Native)
+class NativeMixer(Mixer):
+    """Level weights of a native linear layer. Parameters: `level`, W (value heads x levels, dim) and b."""
+
+    config: Native
+    rotated = False
+    counts_tokens = True
+
+    def __init__(self, config: Native, shape: AttentionShape):
+        super().__init__(config, shape)
+        self.level = Float32Linear(shape.dim, shape.groups * config.levels)
+        torch.nn.init.zeros_(self.level.weight)
+        torch.nn.init.zeros_(self.level.bias)
+        self.mask = _GivenLevels(mask_config(config), shape)
+
+    def level_weights(self, x_BTD: Tensor) -> Tensor:
+        """Return lambda of the hidden states, (B, T, G, 1, levels), in float32 or float64."""
+        z_BTL: Tensor = self.level(x_BTD)
+        lambda_BTL = F.softplus(z_BTL) / F.softplus(z_BTL.new_zeros(()))  # exactly 1 at z = 0
+        lambda_BTGJL: Tensor = lambda_BTL.unflatten(-1, (self.shape.groups, 1, self.config.levels))
+        return lambda_BTGJL
+
+    def empty_state(self, batch: int, device: torch.device | str) -> MixerState:
+        """Return the state of `batch` sequences before their first token."""
+        buckets = self.mask("empty_state", batch, self.shape.key, self.shape.value, device)
+        return MixerState(torch.zeros(batch, dtype=torch.int64, device=device), buckets, max_seen=0)
+
+    def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
+        """Return (out_BHTV, state after these tokens, or None without a state)."""
+        with autocast_disabled(inputs.x_BTD.device):
+            unpadder = self._unpadder(inputs)
+            rows = self._rows(inputs, unpadder, state)
+            if state is not None and inputs.x_BTD.shape[1] == 1:
+                out_BGJTV, buckets = self.mask("step", rows, state.tensors)
+            else:
+                out_BGJTV, buckets = self.mask("chunked", rows, None if state is None else state.tensors, CHUNK)
+            out_BHTV = unpadder.pad(out_BGJTV.squeeze(2), dim=2)
+        if state is None:
+            return out_BHTV, None
+        return out_BHTV, MixerState(state.seen_B + unpadder.count_B, buckets, rows.max_seen)
+
+    def dense(self, inputs: MixerInputs) -> Tensor:
+        """Return out_BHTV by the definition, in quadratic time."""
+        with autocast_disabled(inputs.x_BTD.device):
+            unpadder = self._unpadder(inputs)
+            return unpadder.pad(dense_output(self.mask, self._rows(inputs, unpadder, None)).squeeze(2), dim=2)
+
+    def _unpadder(self, inputs: MixerInputs) -> Unpadder:
+        batch, length, _ = inputs.x_BTD.shape
+        return Unpadder.from_mask(inputs.valid_BT, batch, length, inputs.x_BTD.device)
+
+    def _rows(self, inputs: MixerInputs, unpadder: Unpadder, state: MixerState | None) -> MaskInputs:
+        """Return the inputs of the mask: real tokens first in each row, counted from the row's first token."""
+        assert isinstance(inputs, NativeInputs) and inputs.gate_BTG is not None
+        beta_BGT, tokens = inputs.beta_BGT, inputs.x_BTD.shape[1]
+        seen_B = torch.zeros_like(unpadder.count_B) if state is None else state.seen_B
+        before = 0 if state is None else state.max_seen
+        return MaskInputs(
+            q_BGJTF=unpadder.unpad(inputs.q_BHTK, dim=2).unsqueeze(2),
+            k_BGTF=unpadder.unpad(inputs.k_BGTK, dim=2),
+            v_BGTV=unpadder.unpad(inputs.v_BGTV, dim=2),
+            beta_BGT=None if beta_BGT is None else unpadder.unpad(beta_BGT, dim=2),
+            start_B=seen_B,
+            count_B=unpadder.count_B,
+            signals={
+                "level": self.level_weights(unpadder.unpad(inputs.x_BTD, dim=1)),
+                "gate": unpadder.unpad(inputs.gate_BTG, dim=1),
+            },
+            max_seen=None if before is None else before + tokens,
+        )
+
+    @classmethod
+    def cost(cls, config: Native, shape: AttentionShape, length: int) -> MixerCost:
+        """Return cache size, multiply-accumulates and parameters for a context of `length` tokens."""
+        state = HierarchicalMask.state_size(mask_config(config), shape, shape.key, shape.value, length)
+        params = shape.groups * config.levels * (shape.dim + 1)
+        macs = shape.groups * (state + 3 * shape.key * shape.value) + shape.groups * config.levels * shape.dim
+        return MixerCost(shape.groups * state, macs, params, float32=shape.groups * state)

@@ -1,0 +1,277 @@
+"""Native linear layers with level weights: Gated DeltaNet and Mamba-2 of transformers, with log-linear attention.
+
+    install_native(model, {"model.layers.0.linear_attn": Native()})
+
+The module becomes an instance of a subclass of its own class, with the mixer as submodule `mixer`. The library's
+forward stays: projections, convolution, norm, gate and skip. The subclass runs a copy of its code in which the names of
+the library's core functions stand for the functions here; the library's globals do not change. The mixer and its inputs
+come with the call, as keyword argument `surgery`, which the forward hands on to its core.
+
+Checked against
+https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/qwen3_next/modeling_qwen3_next.py
+https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/mamba2/modeling_mamba2.py
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surgery.architectures.native import native_paths, native_shape
+from surgery.core.errors import SurgeryError, suggestion
+from surgery.mixers.common.linear_features import l2_normalize
+from surgery.mixers.common.packed_documents import document_borders, has_one_document_per_row
+from surgery.mixers.native import NativeInputs, NativeMixer
+from surgery.mixers.native_config import Native
+from surgery.modeling.attention import (
+    MixerModelMixin,
+    copied_table,
+    mixin_class,
+    reduce_mixin,
+    split_attention_mask,
+)
+from surgery.modeling.cache import MixerCacheLayer, innermost_model
+from surgery.modeling.native_cache import native_cache_layer
+from surgery.modeling.padding_positions import argument_names
+
+# Arguments that say where the documents of a packed row begin.
+PACKED_ARGUMENTS = ("cu_seq_lens_q", "cu_seqlens", "seq_idx")
+
+
+@dataclass
+class NativeCall:
+    """What the core of one call needs beside its arguments. layer: the mixer's part of the cache layer, or None."""
+
+    mixer: NativeMixer
+    x_BTD: Tensor
+    valid_BT: Tensor | None
+    layer: MixerCacheLayer | None
+
+    def run(self, inputs: NativeInputs) -> Tensor:
+        """Return the output (B, T, G, V)."""
+        out_BHTV = self.mixer(inputs)[0] if self.layer is None else self.layer.advance(self.mixer, inputs)
+        return out_BHTV.transpose(1, 2).contiguous()
+
+
+# -- core functions --------------------------------------------------------------------------------
+def gated_delta_core(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *, surgery: NativeCall, **_: Any
+) -> tuple[Tensor, None]:
+    """Return (output (B, T, G, V), None) of log-linear Gated DeltaNet; takes the arguments of the library's functions."""
+    wide, copies = torch.promote_types(value.dtype, torch.float32), value.shape[2] // key.shape[2]
+    q_BTGK, k_BTGK = (l2_normalize(x.to(wide)).repeat_interleave(copies, dim=2) for x in (query, key))
+    inputs = NativeInputs(
+        q_BHTK=q_BTGK.transpose(1, 2) * key.shape[-1] ** -0.5,
+        k_BGTK=k_BTGK.transpose(1, 2),
+        v_BGTV=value.to(wide).transpose(1, 2),
+        x_BTD=surgery.x_BTD,
+        valid_BT=surgery.valid_BT,
+        gate_BTG=g.to(wide),
+        beta_BGT=beta.to(wide).mT,
+    )
+    return surgery.run(inputs).to(query.dtype), None
+
+
+def mamba2_core(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    surgery: NativeCall,
+    **_: Any,
+) -> Tensor | tuple[Tensor, None]:
+    """Return the output (B, T, G, V) of log-linear Mamba-2, and None for the state that the library would keep.
+
+    Takes the arguments of the library's function.
+    """
+    wide, copies = torch.promote_types(hidden_states.dtype, torch.float32), hidden_states.shape[2] // B.shape[2]
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = F.softplus(dt) if dt_softplus else dt
+    dt_BTG = dt.clamp(dt_limit[0], dt_limit[1]).to(wide)
+    x_BTGV = hidden_states.to(wide)
+    q_BTGK, k_BTGK = (x.to(wide).repeat_interleave(copies, dim=2) for x in (C, B))
+    inputs = NativeInputs(
+        q_BHTK=q_BTGK.transpose(1, 2),
+        k_BGTK=k_BTGK.transpose(1, 2),
+        v_BGTV=(x_BTGV * dt_BTG.unsqueeze(-1)).transpose(1, 2),
+        x_BTD=surgery.x_BTD,
+        valid_BT=surgery.valid_BT,
+        gate_BTG=A.to(wide) * dt_BTG,
+    )
+    out_BTGV = surgery.run(inputs)
+    if D is not None:
+        out_BTGV = out_BTGV + D.to(wide).unsqueeze(-1) * x_BTGV
+    return (out_BTGV, None) if return_final_states else out_BTGV
+
+
+def no_fused_layer(*_: Any, **__: Any) -> None:
+    """Return None, as the library's function does without kernels: the layer then calls its core."""
+
+
+def no_step(*_: Any, **__: Any) -> Any:
+    """Raise SurgeryError: the cache layer of a mixer holds no recurrent state of the library, so no step reads one."""
+    raise SurgeryError(
+        "this native linear layer has level weights and was given a recurrent state of another model's cache. Use a new "
+        "cache"
+    )
+
+
+CORES: dict[str, Any] = {
+    "torch_chunk_gated_delta_rule": gated_delta_core,
+    "torch_recurrent_gated_delta_rule": no_step,
+    "mamba2_chunk_scan": mamba2_core,
+    "mamba2_selective_state_update": no_step,
+    "mamba2_split_conv1d_scan_combined": no_fused_layer,
+}
+
+
+@cache
+def forward_with_cores(forward: Any) -> Any:
+    """Return a copy of a forward, with its decorators, in which the names of CORES stand for the functions here."""
+    if not hasattr(forward, "__wrapped__"):
+        names = CORES.keys() & set(forward.__code__.co_names)
+        bound = {**forward.__globals__, **{name: CORES[name] for name in names}}
+        copied = FunctionType(forward.__code__, bound, forward.__name__, forward.__defaults__, forward.__closure__)
+        copied.__kwdefaults__ = forward.__kwdefaults__
+        return copied
+    inner = forward.__wrapped__
+    cells = forward.__closure__ or ()
+    if not any(cell.cell_contents is inner for cell in cells):
+        raise SurgeryError(
+            f"{forward.__qualname__} is decorated in a way that cannot be copied, so its core cannot be replaced. Use a "
+            "version of transformers that surgery was tested with (README.md)"
+        )
+    copied_inner = forward_with_cores(inner)
+    copies = tuple(CellType(copied_inner) if cell.cell_contents is inner else cell for cell in cells)
+    wrapper = FunctionType(forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, copies)
+    return functools.update_wrapper(wrapper, copied_inner)
+
+
+# -- modules ---------------------------------------------------------------------------------------
+class NativeLayer:
+    """Mixin of the class of a native linear layer with level weights.
+
+    own_forward: the library's forward with the cores here. arguments: names of its arguments.
+    """
+
+    mixer: NativeMixer
+    own_forward: Any
+    arguments: tuple[str, ...]
+
+    @staticmethod
+    def class_attributes(base: Any) -> dict[str, Any]:
+        """Return the attributes of a subclass of the library class `base`."""
+        arguments = tuple(inspect.signature(base.forward).parameters)[1:]
+        return {"own_forward": forward_with_cores(base.forward), "arguments": arguments}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the library's forward with log-linear attention as its core."""
+        bound = {**dict(zip(self.arguments, args)), **kwargs}
+        for name in PACKED_ARGUMENTS:
+            if bound.get(name) is not None:
+                raise SurgeryError(
+                    f"{type(self).__name__} has level weights and was called with {name!r}, that is, with several "
+                    "documents in one row, whose levels would count on. Pad the batch instead, one document a row"
+                )
+        past, mask, x_BTD = bound.get("cache_params"), bound.get("attention_mask"), bound["hidden_states"]
+        valid_BT = None if mask is None else mask[:, -x_BTD.shape[1] :].to(torch.bool)
+        call = NativeCall(self.mixer, x_BTD, valid_BT, None if past is None else self.cache_layer(past))
+        return type(self).own_forward(self, **bound, surgery=call)
+
+    def cache_layer(self, past: Any) -> MixerCacheLayer:
+        """Return the mixer's part of this layer's cache, which is put into the cache if it has none yet."""
+        return native_cache_layer(past, self.layer_idx)  # type: ignore[attr-defined]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduce_mixin(self, super().__reduce_ex__(protocol))
+
+
+def refuse_packed_rows(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a decoder: raise SurgeryError if position_ids begin again within a row, as those of packed
+    documents do. The library's own layers carry their state from one document to the next, and levels would count on.
+    """
+    cls: Any = type(decoder)
+    given = {**dict(zip(argument_names(cls), args)), **kwargs}
+    position_ids, mask = given.get("position_ids"), given.get("attention_mask")
+    if not isinstance(position_ids, Tensor) or torch.compiler.is_compiling() or has_one_document_per_row():
+        return
+    if isinstance(mask, Mapping):  # masks by kind of layer, or by kind within a kind, which generate makes for a step
+        values = [v for m in mask.values() for v in (m.values() if isinstance(m, Mapping) else (m,))]
+        mask = next((v for v in values if isinstance(v, Tensor) and v.dim() == 4), None)
+    x_BTD = position_ids.unsqueeze(-1)
+    valid_BT = split_attention_mask(mask, x_BTD, 0)[0] if isinstance(mask, Tensor) else None
+    border_BT = document_borders(position_ids, mask, valid_BT, x_BTD)
+    if border_BT is not None and bool(border_BT.any()):
+        raise SurgeryError(
+            f"position_ids begin again within a row, that is, several documents are packed in it, and the linear layers "
+            f"of {cls.__name__} carry their state over such borders. Pad the batch instead, one document a row (in finetune: data.packing=none)"
+        )
+
+
+# -- installing ------------------------------------------------------------------------------------
+def add_level_weights(model: Any, path: str, config: Native) -> None:
+    """Give the native linear layer at `path` level weights of 1, with the device and dtype of its weights."""
+    module = model.get_submodule(path)
+    shape = native_shape(model, path)
+    if "forward" in vars(module):
+        raise SurgeryError(f"{path} is already dispatched over devices (accelerate); add level weights before that")
+    if getattr(model, "_use_kernels", False):
+        raise SurgeryError(
+            f"{type(model).__name__} was loaded with use_kernels=True, which replaces whole layers, their core "
+            "included. Load it without"
+        )
+    like = next(t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point())
+    with torch.device(like.device):
+        mixer = NativeMixer(config, shape).to(like.dtype)
+    if not isinstance(module, NativeLayer):
+        module.__class__ = mixin_class(module.__class__, NativeLayer)
+    module.mixer = mixer.train(module.training)
+    decoder = innermost_model(model, path)
+    if refuse_packed_rows not in decoder._forward_pre_hooks.values():
+        decoder.register_forward_pre_hook(refuse_packed_rows, with_kwargs=True)
+    if not isinstance(model, MixerModelMixin):
+        model.__class__ = mixin_class(model.__class__, MixerModelMixin)
+
+
+def install_native(model: Any, mixers: Mapping[str, Native]) -> None:
+    """Give native linear layers level weights of 1 in place, and record them in the model's table for save_pretrained.
+
+    Raises SurgeryError, with the model unchanged, if a path is none of a native linear layer.
+    """
+    table, valid = copied_table(model), native_paths(model)
+    for path in mixers:
+        if path not in valid:
+            raise SurgeryError(
+                f"{type(model).__name__} has no native linear layer at {path!r}{suggestion(path, valid)}"
+            )
+    for path, config in mixers.items():
+        add_level_weights(model, path, config)
+        table.mixers[path] = config.to_dict()
+    model.config.quantization_config = table
+
+
+def has_plain_level_weights(module: Any) -> bool:
+    """Return whether a module is a native linear layer whose level weights are 1 in every level."""
+    return isinstance(module, NativeLayer) and not any(bool(p.any()) for p in module.mixer.parameters())
+
+
+def remove_level_weights(module: Any) -> None:
+    """Give a native linear layer its library class again, without level weights."""
+    del module.mixer
+    module.__class__ = type(module).__bases__[1]

@@ -1,0 +1,460 @@
+"""Level weights of native linear layers: equal to the library's layers at the start, and to the definition with any
+weights, in one pass, from a cache, padded, converted, saved and undone.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.tiny_families import TINY_FAMILIES
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, DynamicCache
+
+import surgery
+from surgery.architectures.native import GATED_DELTA, MAMBA2, native_core, native_paths
+from surgery.core.errors import SurgeryError
+from surgery.mixers.native import NativeInputs, NativeMixer
+from surgery.mixers.native_config import Native
+from surgery.modeling.cache import CACHE_NAME, record_past
+from surgery.modeling.native import add_level_weights, gated_delta_core, install_native, mamba2_core, no_fused_layer
+from surgery.modeling.native_cache import NativeCacheLayer
+from surgery.structures import StructuredLinear
+from surgery.training.optim import select_parameters
+
+SMALL = Native(levels=5, block=4)  # levels of blocks, and one that is shared, within the tokens of these tests
+SLOW = [pytest.mark.slow]
+FAMILIES = [
+    "qwen3_5",
+    "mamba2",
+    *(
+        pytest.param(name, marks=SLOW)
+        for name in ("qwen3_next", "qwen3_5_moe", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h")
+    ),
+]
+TOKENS = 75
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference, relative to the largest expected value."""
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+def tiny_model(name: str) -> torch.nn.Module:
+    """Return a tiny random model. Skips if transformers runs its layers without the core functions."""
+    model = TINY_FAMILIES[name].build()
+    if not any(native_core(module) for module in model.modules()):
+        pytest.skip("this version of transformers has no core functions by these names")
+    return model
+
+
+def upgrade(model: torch.nn.Module, config: Native = SMALL, random: bool = True) -> torch.nn.Module:
+    """Give all native layers level weights, random ones or 1."""
+    generator = torch.Generator().manual_seed(3)
+    for path in native_paths(model):
+        add_level_weights(model, path, config)
+        level = model.get_submodule(path).mixer.level
+        for parameter in level.parameters() if random else ():
+            with torch.no_grad():
+                parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def token_ids(length: int = TOKENS, rows: int = 2) -> torch.Tensor:
+    return torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module, ids: torch.Tensor, **inputs: object) -> torch.Tensor:
+    return model(ids, **inputs).logits
+
+
+# -- the start -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", FAMILIES)
+def test_nothing_changes_at_the_start(name: str) -> None:
+    """With level weights of 1 logits and greedy text are those of the library's own layers."""
+    model, ids = tiny_model(name), token_ids()
+    before, text = logits(model, ids), model.generate(ids[:, :20], max_new_tokens=8, do_sample=False)
+    upgrade(model, random=False)
+    assert relative(logits(model, ids), before) < 2e-5
+    assert torch.equal(model.generate(ids[:, :20], max_new_tokens=8, do_sample=False), text)
+    assert {n for n, _ in model.named_parameters() if ".mixer.level." in n} == {
+        f"{path}.mixer.level.{leaf}" for path in native_paths(model) for leaf in ("weight", "bias")
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_level_weights_are_exactly_one(dtype: torch.dtype) -> None:
+    """lambda = 1 without rounding, in every dtype of the checkpoint."""
+    model = tiny_model("qwen3_5").to(dtype)
+    upgrade(model, random=False)
+    mixer = model.get_submodule(native_paths(model)[0]).mixer
+    assert mixer.level.weight.dtype == dtype
+    assert bool((mixer.level_weights(torch.randn(2, 9, mixer.shape.dim, dtype=dtype)) == 1).all())
+
+
+# -- the definition --------------------------------------------------------------------------------
+def by_definition(inputs: NativeInputs, weights_BTGJL: torch.Tensor, config: Native) -> torch.Tensor:
+    """Return out_BHTV token by token: what token s wrote, after the transitions to t, times the weight of its level."""
+    q, k, v, gate = inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV, inputs.gate_BTG.mT
+    out, bits = torch.zeros_like(v), int(math.log2(config.block))
+    for s in range(q.shape[2]):
+        beta = 1.0 if inputs.beta_BGT is None else inputs.beta_BGT[:, :, s, None, None]
+        state = beta * k[:, :, s, :, None] * v[:, :, s, None, :]
+        for t in range(s, q.shape[2]):
+            if t > s:
+                if inputs.beta_BGT is not None:
+                    read = k[:, :, t, None, :] @ state
+                    state = state - inputs.beta_BGT[:, :, t, None, None] * k[:, :, t, :, None] * read
+                state = gate[:, :, t, None, None].exp() * state
+            level = min(max(0, (t ^ s).bit_length() - bits), config.levels - 1)
+            out[:, :, t] += weights_BTGJL[:, t, :, 0, level, None] * (q[:, :, t, None, :] @ state).squeeze(2)
+    return out
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("config", [SMALL, Native(levels=3, block=1)])
+def test_random_weights_follow_the_definition(name: str, config: Native) -> None:
+    """The core is O = (A . M) V in float64, with the queries, keys, values and gates that the layer makes."""
+    model = upgrade(tiny_model(name), config)
+    mixer: NativeMixer = model.get_submodule(native_paths(model)[0]).mixer
+    calls: list[NativeInputs] = []
+    handle = mixer.register_forward_pre_hook(lambda _, args: calls.append(args[0]))
+    logits(model, token_ids(37))
+    handle.remove()
+    mixer.double()
+    tensors = {n: t.double() for n, t in vars(calls[0]).items() if isinstance(t, torch.Tensor)}
+    inputs = dataclasses.replace(calls[0], **tensors)
+    weights = mixer.level_weights(inputs.x_BTD)
+    expected = by_definition(inputs, weights, config)
+    assert relative(mixer(inputs)[0], expected) < 1e-12
+    assert relative(mixer.dense(inputs), expected) < 1e-12
+    plain = by_definition(inputs, torch.ones_like(weights), config)
+    assert relative(plain, expected) > 0.05  # the weights matter
+
+
+def test_cores_take_what_the_library_takes() -> None:
+    """At lambda = 1 each core returns the output of the library's function, with shared keys and clamped steps."""
+    from transformers.models.mamba2 import modeling_mamba2
+    from transformers.models.qwen3_next import modeling_qwen3_next
+
+    tiny_model("mamba2")
+
+    class Call:
+        x_BTD = valid_BT = None
+
+        def run(self, inputs: NativeInputs) -> torch.Tensor:
+            weights = torch.ones(2, 20, 4, 1, 5)
+            return by_definition(inputs, weights, SMALL).transpose(1, 2)
+
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 20, 2, 8), torch.randn(2, 20, 2, 8), torch.randn(2, 20, 4, 6)
+    g, beta = -F.softplus(torch.randn(2, 20, 4)), torch.rand(2, 20, 4)
+    expected, _ = modeling_qwen3_next.torch_chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
+    found, state = gated_delta_core(q, k, v, g=g, beta=beta, surgery=Call(), initial_state=None)
+    assert state is None and relative(found, expected) < 1e-5
+    dt, decay, skip = torch.randn(2, 20, 4), -torch.rand(4) - 0.1, torch.randn(4)
+    options = {"D": skip, "dt_bias": torch.randn(4), "dt_softplus": True, "dt_limit": (0.5, 1.0)}
+    expected = modeling_mamba2.mamba2_chunk_scan(v, dt, decay, k, q, 16, **options)
+    assert relative(mamba2_core(v, dt, decay, k, q, chunk_size=16, **options, surgery=Call()), expected) < 1e-5
+
+
+# -- caches ----------------------------------------------------------------------------------------
+def continued(model: torch.nn.Module, ids: torch.Tensor, parts: list[int]) -> torch.Tensor:
+    """Return the logits of a text that is read in parts, from a cache."""
+    cache, outs, seen = DynamicCache(config=model.config), [], 0
+    name = CACHE_NAME if model.config.model_type != "mamba2" else "cache_params"
+    for length in parts:
+        positions = {} if name == "cache_params" else {"position_ids": torch.arange(seen, seen + length)[None]}
+        with torch.no_grad():
+            out = model(ids[:, seen : seen + length], **{name: cache}, **positions, use_cache=True)
+        outs.append(out.logits)
+        seen += length
+    for path in native_paths(model):
+        module = model.get_submodule(path)
+        layer = cache.layers[module.layer_idx]
+        cost = type(module.mixer).cost(module.mixer.config, module.mixer.shape, seen)
+        assert isinstance(layer, NativeCacheLayer)
+        assert layer.nbytes() == 4 * cost.cache * len(ids)
+    return torch.cat(outs, dim=1)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_steps_and_chunks_equal_one_pass(name: str) -> None:
+    """Reading from a cache, in chunks and single tokens, gives the logits of one pass; its bytes are those counted."""
+    model, ids = upgrade(tiny_model(name)), token_ids()
+    full = logits(model, ids)
+    assert relative(continued(model, ids, [29, 1, 1, 1, 20, 1, 22]), full) < 1e-5
+    assert relative(continued(model, ids[:1], [1] * 20), full[:1, :20]) < 1e-5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_padding_does_not_count(name: str) -> None:
+    """Levels count real tokens: a left-padded row has the logits and the text of the row alone."""
+    model, ids = upgrade(tiny_model(name)), token_ids(30)
+    padded = torch.cat([torch.zeros(2, 11, dtype=torch.long), ids], dim=1)
+    mask = torch.cat([torch.zeros(2, 11, dtype=torch.long), torch.ones_like(ids)], dim=1)
+    assert relative(logits(model, padded, attention_mask=mask)[:, 11:], logits(model, ids)) < 1e-5
+    text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+    same = model.generate(padded, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    assert torch.equal(same[:, 11:], text)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_beams_equal_those_without_a_cache(name: str) -> None:
+    """Beam search selects rows of both states."""
+    model, ids = upgrade(tiny_model(name)), token_ids(20)
+    options = {"max_new_tokens": 7, "num_beams": 3, "do_sample": False}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2", pytest.param("falcon_h1", marks=SLOW)])
+def test_static_caches(name: str) -> None:
+    """generate with a static cache gives the text of a dynamic one, with and without padding."""
+    model, ids = upgrade(tiny_model(name)), token_ids(20)
+    mask = torch.ones_like(ids)
+    for padding in (0, 6):
+        mask[0, :padding] = 0
+        options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+        text = model.generate(ids, **options)
+        assert torch.equal(model.generate(ids, cache_implementation="static", **options), text)
+
+
+def test_tokens_can_be_removed() -> None:
+    """A cropped cache continues like one that never had the tokens."""
+    model, ids = upgrade(tiny_model("qwen3_5")), token_ids(40, rows=1)
+    full, cache = logits(model, ids), DynamicCache(config=model.config)
+    record_past(cache, model)
+    logits(model, ids[:, :30], **{CACHE_NAME: cache})
+    logits(model, token_ids(7, rows=1) + 3, **{CACHE_NAME: cache})
+    cache.crop(-9)
+    rest = logits(model, ids[:, 28:], **{CACHE_NAME: cache})
+    assert relative(rest, full[:, 28:]) < 1e-5
+
+
+def test_caches_are_copied_and_refused() -> None:
+    """A copied cache continues alone; one that the library's own layers filled is refused."""
+    model, ids = tiny_model("qwen3_5"), token_ids()
+    filled = DynamicCache(config=model.config)
+    logits(model, ids, **{CACHE_NAME: filled})
+    upgrade(model)
+    with pytest.raises(SurgeryError, match="recurrent state of a layer without level weights"):
+        logits(model, ids[:, :1], **{CACHE_NAME: filled})
+    cache = DynamicCache(config=model.config)
+    logits(model, ids[:, :50], **{CACHE_NAME: cache})
+    twin = copy.deepcopy(cache)
+    rest = logits(model, ids[:, 50:], **{CACHE_NAME: cache})
+    assert torch.equal(logits(model, ids[:, 50:], **{CACHE_NAME: twin}), rest)
+
+
+def test_packed_documents_are_refused() -> None:
+    """Position ids that begin again are refused in words, and so are borders for kernels."""
+    model, ids = upgrade(tiny_model("qwen3_5")), token_ids(20)
+    positions = torch.cat([torch.arange(12), torch.arange(8)]).expand(2, -1)
+    with pytest.raises(SurgeryError, match="several documents"):
+        logits(model, ids, position_ids=positions)
+    with pytest.raises(SurgeryError, match="cu_seq_lens_q"):
+        logits(model, ids, cu_seq_lens_q=torch.tensor([0, 12, 20]))
+    assert logits(model, ids, position_ids=torch.arange(20)[None]).shape[1] == 20
+
+
+# -- training --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2"])
+def test_gradients_equal_differences(name: str) -> None:
+    """Gradients of the level weights and of the gates are those of finite differences, in training mode."""
+    model, ids = upgrade(tiny_model(name)).double().train(), token_ids(24)
+    module = model.get_submodule(native_paths(model)[0])
+    weights = torch.randn(2, 24, model.config.vocab_size, generator=torch.Generator().manual_seed(2))
+    score = lambda: (model(ids).logits * weights).sum()  # noqa: E731
+    for parameter in (module.mixer.level.bias, module.mixer.level.weight, module.A_log):
+        direction = torch.randn(parameter.shape, dtype=torch.float64)
+        direction /= direction.norm()
+        model.zero_grad()
+        score().backward()
+        slope, scores = (parameter.grad * direction).sum().item(), []
+        for step in (1e-2, -1e-2):
+            with torch.no_grad():
+                parameter.add_(step * direction)
+                scores.append(score().item())
+                parameter.sub_(step * direction)
+        assert slope != 0
+        assert abs((scores[0] - scores[1]) / 2e-2 - slope) < 1e-2 * abs(slope)  # norms are in float32
+
+
+def test_selectors_find_level_weights_alone() -> None:
+    """`trains: [mixers]` selects the level weights, also in families whose layers are called mixer themselves."""
+    model = upgrade(tiny_model("mamba2"))
+    names = {f"{path}.mixer.level.{leaf}" for path in native_paths(model) for leaf in ("weight", "bias")}
+    assert select_parameters(model, ["mixers"], {}) == names
+
+
+def test_the_fused_layer_is_never_called() -> None:
+    """Kernels that run the whole layer in training would leave the level weights out."""
+    model = upgrade(tiny_model("mamba2"))
+    forward = type(model.get_submodule(native_paths(model)[0])).own_forward
+    while hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    assert forward.__globals__["mamba2_split_conv1d_scan_combined"] is no_fused_layer
+
+
+# -- other models ----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "reason"), [("jamba", "Mamba-1"), ("lfm2", "short convolution"), ("llama", "no layer of it")]
+)
+def test_other_layers_are_refused_by_name(name: str, reason: str) -> None:
+    """Models without Gated DeltaNet and Mamba-2 are refused with the reason."""
+    model = TINY_FAMILIES[name].build()
+    with pytest.raises(SurgeryError, match=reason):
+        surgery.apply(model, "upgrade-log-linear")
+
+
+@pytest.mark.parametrize(
+    ("native", "message"),
+    [
+        ({"levels": 1}, "levels must be a whole number, 2 or more"),
+        ({"block": 48}, "power of two"),
+        ({"level": 3}, "level"),
+        ({"layers": "7:"}, "selects none of the 1 native"),
+    ],
+)
+def test_options_are_checked_by_the_plan(native: dict, message: str) -> None:
+    """Options that do not fit are refused before anything is converted."""
+    with pytest.raises(SurgeryError, match=message):
+        surgery.plan(tiny_model("qwen3_5"), {"structure": "dense", "native": native})
+
+
+def test_level_weights_are_no_mixer_for_attention() -> None:
+    """`attention: {mixer: native}` is refused, and names the key to use."""
+    with pytest.raises(SurgeryError, match="Give the key native"):
+        surgery.plan(tiny_model("qwen3_5"), {"structure": "dense", "attention": {"mixer": "native"}})
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("falcon_h1", marks=SLOW)])
+def test_beside_mixers_for_attention(name: str) -> None:
+    """A recipe may have both keys, unless one layer would hold both states."""
+    recipe = {"structure": "dense", "native": {}, "attention": {"mixer": "window", "window": 8, "start": "copied"}}
+    if name == "falcon_h1":
+        with pytest.raises(SurgeryError, match="side by side"):
+            surgery.apply(tiny_model(name), recipe)
+        return
+    model, ids = surgery.apply(tiny_model(name), recipe), token_ids(30)
+    assert [row["layers"] for row in surgery.inspect(model)["mixer_rows"]] == [1, 1]
+    options = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+def tensors_in(folder: object) -> dict[str, torch.Tensor]:
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_converted_folders(name: str, tmp_path) -> None:
+    """convert, load, save and densify: the same logits, and at the end the same bits as before."""
+    source, out, saved = (tmp_path / part for part in ("source", "out", "saved"))
+    model, ids = tiny_model(name), token_ids()
+    model.save_pretrained(source)
+    surgery.convert(source, "upgrade-log-linear", out, quiet=True)
+    loaded = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert relative(logits(loaded, ids), logits(model, ids)) < 2e-5
+    assert all(isinstance(loaded.get_submodule(path).mixer, NativeMixer) for path in native_paths(loaded))
+    loaded.save_pretrained(saved)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(saved).eval(), ids), logits(loaded, ids))
+    for folder in (out, saved):
+        dense = tmp_path / f"{folder.name}-dense"
+        assert surgery.densify(folder, dense)["native"] == len(native_paths(model))
+        before, after = tensors_in(source), tensors_in(dense)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before)
+    configs = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("source", "out-dense"))
+    assert next(configs) == next(configs)
+
+
+def test_plan_inspect_and_apply_agree(tmp_path) -> None:
+    """The plan, the report and a model in memory name the layers and the bytes of their states, before and after."""
+    model = tiny_model("mamba2")
+    model.save_pretrained(tmp_path / "source")
+    planned = surgery.plan(tmp_path / "source", "upgrade-log-linear", context=4096)
+    surgery.convert(tmp_path / "source", "upgrade-log-linear", tmp_path / "out", quiet=True)
+    inspected = surgery.inspect(tmp_path / "out")
+    applied = surgery.apply(model, "upgrade-log-linear")
+    row, shape = planned["mixers"][0], model.get_submodule(native_paths(model)[0]).mixer.shape
+    state = 4 * shape.groups * shape.key * shape.value * 2  # two layers
+    assert row["mixer"] == "native: 12 level weights, block 64"
+    assert row["paths"] == native_paths(model)
+    assert row["cache_bytes"]["4096"] == [state, 8 * state]  # a block, and bits 6 to 12 of 4096
+    for report in (inspected, surgery.inspect(applied)):
+        assert report["checks"]["as_reported"]
+        assert report["mixer_rows"][0]["paths"] == native_paths(model)
+        assert report["mixer_rows"][0]["cache_bytes"]["65536"][0] == state
+    applied.save_pretrained(tmp_path / "applied")
+    written = tensors_in(tmp_path / "out")
+    assert tensors_in(tmp_path / "applied").keys() == written.keys()
+    surgery.densify(applied)
+    assert not any("level" in name for name, _ in applied.named_parameters())
+    assert relative(logits(applied, token_ids()), logits(tiny_model("mamba2"), token_ids())) == 0
+
+
+def test_trained_level_weights_stay(tmp_path) -> None:
+    """densify leaves trained level weights, and refuses a model that has nothing else."""
+    model = surgery.apply(tiny_model("qwen3_5"), {"structure": "dense", "native": {"levels": 3, "block": 8}})
+    mixer = model.get_submodule(native_paths(model)[0]).mixer
+    assert mixer.config == Native(3, 8)
+    torch.nn.init.ones_(mixer.level.bias)
+    model.save_pretrained(tmp_path / "trained")
+    with pytest.raises(SurgeryError, match="these were trained"):
+        surgery.densify(model)
+    with pytest.raises(SurgeryError, match="these were trained"):
+        surgery.densify(tmp_path / "trained", tmp_path / "dense")
+
+
+LOW_RANK = {"structure": "low_rank", "keep": 0.9, "tokens": 128, "length": 32, "curvature": "none"}
+
+
+def test_structured_linears_beside_level_weights(tmp_path) -> None:
+    """Structured projections of an upgraded layer are those of the layer without level weights, which densify removes."""
+    source, ids = tmp_path / "source", token_ids()
+    tiny_model("qwen3_5").save_pretrained(source)
+    surgery.convert(source, LOW_RANK, tmp_path / "plain", quiet=True)
+    surgery.convert(source, {**LOW_RANK, "native": {}}, tmp_path / "both", quiet=True)
+    plain, both = (AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("plain", "both"))
+    assert relative(logits(both, ids), logits(plain, ids)) < 2e-5
+    structured = [n for n, m in both.named_modules() if isinstance(m, StructuredLinear) and "linear_attn" in n]
+    assert {name.rpartition(".")[2] for name in structured} == {"in_proj_qkv", "in_proj_z", "out_proj"}
+    surgery.densify(tmp_path / "both", tmp_path / "dense")
+    assert "quantization_config" not in json.loads((tmp_path / "dense" / "config.json").read_text())
+
+
+def test_calibrated_linears_beside_level_weights() -> None:
+    """A calibrated conversion fits the linears as it does without level weights, and tunes them."""
+    recipe, texts = {**LOW_RANK, "tune": {"layers": 1}}, [{"input_ids": token_ids(32, rows=4)}]
+    plain, both = (
+        surgery.apply(tiny_model("qwen3_5"), {**recipe, **more}, calibration=texts) for more in ({}, {"native": {}})
+    )
+    assert relative(logits(both, token_ids()), logits(plain, token_ids())) < 2e-5
+
+
+def test_models_in_memory_without_a_recipe(tmp_path) -> None:
+    """install_native records the level weights in the config, so that save_pretrained writes a converted folder."""
+    model, ids = tiny_model("qwen3_5"), token_ids()
+    with pytest.raises(SurgeryError, match="no native linear layer"):
+        install_native(model, {"model.layers.1.self_attn": SMALL})
+    install_native(model, dict.fromkeys(native_paths(model), SMALL))
+    torch.nn.init.normal_(model.get_submodule(native_paths(model)[0]).mixer.level.bias)
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval(), ids), logits(model, ids))
+
+
+def test_names_of_the_core_functions() -> None:
+    """The functions that are replaced exist in this version of transformers under these names."""
+    tiny_model("mamba2")
+    from transformers.models.mamba2 import modeling_mamba2
+    from transformers.models.qwen3_next import modeling_qwen3_next
+
+    assert all(hasattr(modeling_qwen3_next, name) for name in GATED_DELTA)
+    assert all(hasattr(modeling_mamba2, name) for name in MAMBA2)
