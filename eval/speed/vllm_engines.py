@@ -89,8 +89,9 @@ def bench_vllm(
     for what, choice, valid in (("--sizes", sizes, tuple(CELLS)), ("--dtype", dtype, DTYPES)):
         if choice not in valid:
             raise SurgeryError(f"{what} {choice!r} is not one of {', '.join(valid)}{suggestion(choice, valid)}")
-    missing = find_spec("vllm") is None
-    problem = f"it is not installed ({install_command('vllm')})" if missing else version_problem(installed_version())
+    found = installed_version()
+    missing = found is None and find_spec("vllm") is None
+    problem = f"it is not installed ({install_command('vllm')})" if missing else version_problem(found)
     if problem is not None:
         raise SurgeryError(f"bench vllm measures inside vLLM, which cannot be used here: {problem}")
     progress, started = progress or Progress(), time.monotonic()
