@@ -169,7 +169,7 @@ class MixerCacheLayer(CacheLayerMixin):
 
         Raises SurgeryError if fewer tokens were recorded than are to be removed.
         """
-        count = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.seen - tokens_to_remove)
+        count = self.count_removed(tokens_to_remove)
         if count >= self.seen:
             self.reset()
         elif count > self._num_recorded():
@@ -183,6 +183,10 @@ class MixerCacheLayer(CacheLayerMixin):
             self._replay(self._num_recorded() - count)
             self.seen -= count
         self._base, self._since = None, []
+
+    def count_removed(self, tokens_to_remove: int) -> int:
+        """Return how many tokens the argument of `crop` removes."""
+        return -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.seen - tokens_to_remove)
 
     def _replay(self, remaining: int) -> None:
         """Recompute the state after the first `remaining` recorded tokens, in the original chunks."""
@@ -377,9 +381,7 @@ def mixer_cache_layer(cache: Any, index: int) -> MixerCacheLayer:
             f"mixers cannot keep their state in a {type(cache).__name__}; use generate() without continuous batching, "
             "or a DynamicCache"
         )
-    while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
-        cache.layers.append(cache.layer_class_to_replicate())
-    layer: Any = cache.layers[index]
+    layer = library_layer(cache, index)
     if isinstance(layer, MixerCacheLayer):
         return layer
     if not hasattr(layer, "get_seq_length"):
@@ -396,6 +398,13 @@ def mixer_cache_layer(cache: Any, index: int) -> MixerCacheLayer:
     ours.record_past = getattr(layer, "record_past", False)
     _find_static_layers(cache.layers)
     return ours
+
+
+def library_layer(cache: Cache, index: int) -> Any:
+    """Return layer `index` of a cache, which is made if the cache grows with its layers."""
+    while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
+        cache.layers.append(cache.layer_class_to_replicate())
+    return cache.layers[index]
 
 
 def _find_static_layers(layers: list[Any]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from surgery.core.errors import SurgeryError
-from surgery.modeling.cache import MixerCacheLayer
+from surgery.modeling.cache import MixerCacheLayer, library_layer
 
 
 class NativeCacheLayer:
@@ -61,9 +61,8 @@ class NativeCacheLayer:
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -n tokens, which were recorded."""
-        seen = self.native.seen
-        count = -tokens_to_remove if tokens_to_remove <= 0 else max(0, seen - tokens_to_remove)
-        if count >= seen:
+        count = self.native.count_removed(tokens_to_remove)
+        if count >= self.native.seen:
             self.reset()
             return
         self.native.crop(-count)
@@ -104,9 +103,7 @@ def native_cache_layer(past: Any, index: int) -> MixerCacheLayer:
             f"level weights of native linear layers cannot keep their state in a {type(past).__name__}; use generate() "
             "without continuous batching, or a DynamicCache"
         )
-    while len(past.layers) <= index and past.layer_class_to_replicate is not None:
-        past.layers.append(past.layer_class_to_replicate())
-    layer: Any = past.layers[index]
+    layer = library_layer(past, index)
     if isinstance(layer, NativeCacheLayer):
         return layer.native
     if not isinstance(layer, LinearAttentionCacheLayerMixin):

@@ -35,19 +35,6 @@ def random_ids(rows: int, length: int = 32, seed: int = 1) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def experts(tmp_path_factory):
-    """experts(kind) -> folder of a tiny random mixture of experts, made once."""
-    made: dict[str, Path] = {}
-
-    def make(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = write_experts(kind, tmp_path_factory.mktemp(kind) / "model")
-        return made[kind]
-
-    return make
-
-
-@pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("inputs") / "inputs.safetensors"
     save_file({"input_ids": random_ids(16)}, path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,20 +24,6 @@ from surgery.publish.hub.citations import cited_papers
 from surgery.publish.tables import kept_expert_lines
 
 DENSE = {"structure": "dense"}
-
-
-@pytest.fixture(scope="module")
-def experts(tmp_path_factory):
-    """experts(kind, **options) -> folder of a tiny random mixture of experts, made once."""
-    made: dict[str, Path] = {}
-
-    def make(kind: str, **options) -> Path:
-        key = f"{kind} {options}"
-        if key not in made:
-            made[key] = write_experts(kind, tmp_path_factory.mktemp(kind) / "model", **options)
-        return made[key]
-
-    return make
 
 
 @pytest.fixture(scope="module")

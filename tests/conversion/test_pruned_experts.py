@@ -43,19 +43,6 @@ ONE_KEY = ("glm4_moe", "deepseek_v2", "deepseek_v3", "llama4_text")
 
 
 @pytest.fixture(scope="module")
-def experts(tmp_path_factory):
-    """experts(kind) -> folder of a tiny random mixture of experts, made once."""
-    made: dict[str, Path] = {}
-
-    def make(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = write_experts(kind, tmp_path_factory.mktemp(kind) / "model")
-        return made[kind]
-
-    return make
-
-
-@pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("inputs") / "inputs.safetensors"
     save_file(tiny_inputs("llama", 12), path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,19 +35,6 @@ SHARED = {
 
 def random_ids(rows: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(3, 96, (rows, 32), generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.fixture(scope="module")
-def experts(tmp_path_factory):
-    """experts(kind) -> folder of a tiny random mixture of experts, made once."""
-    made: dict[str, Path] = {}
-
-    def make(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = write_experts(kind, tmp_path_factory.mktemp(kind) / "model")
-        return made[kind]
-
-    return make
 
 
 @pytest.fixture(scope="module")
