@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
 
 from surgery.architectures.native import native_paths, native_shape
@@ -125,10 +126,14 @@ def no_fused_layer(*_: Any, **__: Any) -> None:
 
 
 def no_step(*_: Any, **__: Any) -> Any:
-    """Raise SurgeryError: the cache layer of a mixer holds no recurrent state of the library, so no step reads one."""
+    """Raise SurgeryError: the cache layer of a mixer holds no recurrent state of the library, so no step reads one.
+
+    transformers 5.17 and 5.19 take a step wherever a token was seen before.
+    """
     raise SurgeryError(
-        "this native linear layer has level weights and was given a recurrent state of another model's cache. Use a new "
-        "cache"
+        "this native linear layer has level weights and was asked for a step from the library's own recurrent state. "
+        "Either the cache is another model's: use a new one. Or transformers "
+        f"{transformers.__version__} takes steps in another way: generate with transformers 5.23, or with use_cache=False"
     )
 
 
