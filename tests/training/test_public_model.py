@@ -11,7 +11,7 @@ from recipes.papers.quality import public_model
 from recipes.papers.quality.public_model import main, show
 from surgery.core.errors import SurgeryError
 
-STATES = [("original", ""), ("converted", "sliding-window"), ("healed", "sliding-window"), ("control", "")]
+STATES = ["original", "converted", "converted", "healed", "healed", "control"]
 
 
 @pytest.mark.slow
@@ -33,36 +33,36 @@ def test_rows_are_measured_once(tmp_path, monkeypatch, capsys):
     command += ["--data", str(tmp_path / "data.txt"), "--tokens", "256", "--healing", "linears", "--tiny"]
     command += ["--set", "stages.*.length=32", "--set", "stages.*.batch=4", "--set", "stages.*.rows=4"]
     command += ["--set", "data.validation=0.1", "--set", "data.validation_examples=2"]
-    command += ["--score", "320", "--window", "64", "--lengths", "96", "--samples", "1"]
+    command += ["--score", "320", "--window", "64", "--lengths", "320", "--samples", "1"]
     command += ["--greedy-prompts", "2", "--greedy-tokens", "4"]
     record = {"query": "The man lost his balance because", "choices": ["he slept.", "he slipped."], "gold": 1}
     (tmp_path / "mc").mkdir()
     (tmp_path / "mc" / "copa.jsonl").write_text(f"{json.dumps(record)}\n", encoding="utf-8")
-    command += ["--mc", str(tmp_path / "mc")]
+    command += ["--mc", str(tmp_path / "mc"), "--bits", "4", "--ruler", "niah_single_1", "--ruler-samples", "1"]
     command += ["--work", str(tmp_path / "work"), "--out", str(out), "--device", "cpu"]
     main(command)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(row["state"], row["conversion"]) for row in rows] == STATES
-    original, converted, healed, control = rows
+    assert [row["state"] for row in rows] == STATES
+    assert [row["settings"].get("bits") for row in rows] == [None, None, 4, None, 4, None]
+    original, converted, small, healed, _, control = rows
+    assert small["bytes"] < converted["bytes"] and small["texts"]["a"]["ratio"] != converted["texts"]["a"]["ratio"]
     assert "ratio" not in original["texts"]["a"] and converted["texts"]["a"]["ratio"]["ratio"] > 1
-    assert converted["cache_bytes"]["96"] < original["cache_bytes"]["96"] == control["cache_bytes"]["96"]
+    assert converted["cache_bytes"]["320"] < original["cache_bytes"]["320"] == control["cache_bytes"]["320"]
     assert healed["training"]["tried"] == [] and len(control["training"]["tried"]) == 3
-    assert 0 < converted["texts"]["b"]["top1"]["value"] <= 100 and converted["needles"].keys() == {"96"}
+    assert 0 < converted["texts"]["b"]["top1"]["value"] <= 100 and converted["needles"].keys() == {"320"}
     assert all(row["mc"]["copa"]["value"] in (0, 100) for row in rows)
     table = show(rows)
-    assert "| model | copa, % |" in table
-    assert (
-        table.index("| original |")
-        < table.index("| control, 256 tokens, rate")
-        < table.index("| `sliding-window`, con")
-    )
-    assert "| model | text | KL, nats | same token, % |" in table and "needles at 96, %" in table
+    assert "| model | copa, % | average (change) |" in table and "| RULER | niah_single_1, 320 |" in table
+    name = "| `sliding-window` (attention.window=16, tokens=64, length=32), "
+    assert f"{name}healed, 4 bits, 256 tokens |" in table
+    assert table.index("| original |") < table.index("| control, 256 tokens, rate") < table.index(f"{name}converted |")
+    assert "| model | text | KL, nats | same token, % |" in table and "needles at 320, %" in table
 
     monkeypatch.setattr(public_model, "convert", None)  # nothing is made again
     monkeypatch.setattr(public_model, "finetune", None)
     main(command)
-    assert len(out.read_text().splitlines()) == 4
-    out.write_text("".join(f"{json.dumps(row)}\n" for row in rows[:3]), encoding="utf-8")
+    assert len(out.read_text().splitlines()) == 6
+    out.write_text("".join(f"{json.dumps(row)}\n" for row in rows[:5]), encoding="utf-8")
     main(command)
     again = json.loads(out.read_text().splitlines()[-1])
     assert again == control

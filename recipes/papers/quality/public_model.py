@@ -11,14 +11,16 @@ python -m recipes.papers.quality.public_model show [ROWS.jsonl ..]
                  and batches of the same size as the healing
 
 Each is scored by perplexity on every text (ratio to the original, 95% interval) and by agreement with the original, by
-needles at --lengths, by its cache at --lengths, and by multiple choice (--mc: a folder with TASK.jsonl, needs lm-eval). The
-texts, --calibration and --data must be different texts. Conversions, checkpoints and evaluations are kept in --work: an
+needles at --lengths, by RULER's tasks (--ruler), by its cache at --lengths, and by multiple choice (--mc: a folder with
+TASK.jsonl, needs lm-eval). --bits adds a row of each conversion in 8 or 4 bits, before and after healing. The texts,
+--calibration and --data must be different texts. Conversions, checkpoints and evaluations are kept in --work: an
 interrupted command continues. A row that the file has is not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,6 +32,7 @@ from surgery.architectures.attention import attention_paths, attention_shape
 from surgery.checkpoint.outline import describe_unconverted_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
 from surgery.conversion.convert import convert
+from surgery.conversion.quantize_checkpoint import quantize
 from surgery.core.config import parse_count
 from surgery.core.device import choose_device, device_name
 from surgery.core.digests import content_digest
@@ -69,16 +72,17 @@ class PublicModel:
         layouts: dict[tuple[int, int, int], HealingRecipe] = {}
         for name in self.a.conversion:
             converted = self.convert(name)
-            self.write("converted", name, partial(unchanged, str(converted)), self.conversion_settings())
+            make, settings = partial(unchanged, str(converted)), self.conversion_settings()
+            self.write("converted", name, make, settings)
+            self.write_quantized("converted", name, make, settings)
             if not self.a.tokens:
                 continue
             recipe = self.healing_recipe(name, converted)
             stage = recipe.stages[-1]
             layouts.setdefault((stage.length, stage.batch, stage.rows), recipe)
-            self.write(
-                "healed", name, partial(self.heal, converted, recipe),
-                {**self.conversion_settings(), **self.training_settings(self.a.healing)},
-            )  # fmt: skip
+            make, settings = partial(self.heal, converted, recipe), settings | self.training_settings(self.a.healing)
+            self.write("healed", name, make, settings)
+            self.write_quantized("healed", name, make, settings)
         for length, batch, rows in layouts:
             recipe = self.control_recipe(length, batch, rows)
             settings = {**self.training_settings("control"), "length": length, "batch": batch}
@@ -101,6 +105,13 @@ class PublicModel:
             flush=True,
         )
 
+    def write_quantized(
+        self, state: str, conversion: str, make: Callable[[], tuple[Row, str]], settings: Mapping[str, Any]
+    ) -> None:
+        """Append the row of a state whose linears are stored in --bits, if that was given."""
+        if bits := self.a.bits:
+            self.write(state, conversion, partial(self.quantized, make, bits), {**settings, "bits": bits})
+
     # -- settings --------------------------------------------------------------------------------------
     def scoring_settings(self) -> dict[str, Any]:
         """Return what scores depend on; files by content."""
@@ -108,7 +119,8 @@ class PublicModel:
         texts = {name: content_digest(Path(path))[:16] for name, path in self.texts.items()}
         settings = {"texts": texts, "score": a.score, "window": a.window, "lengths": a.lengths, "samples": a.samples}
         settings |= {"greedy": [a.greedy_prompts, a.greedy_tokens], "dtype": a.dtype, "seed": a.seed}
-        return settings | ({"mc": content_digest(a.mc)[:16], "mc_limit": a.mc_limit} if a.mc else {})
+        settings |= {"mc": content_digest(a.mc)[:16], "mc_limit": a.mc_limit} if a.mc else {}
+        return settings | ({"ruler": a.ruler, "ruler_samples": a.ruler_samples} if a.ruler else {})
 
     def conversion_settings(self) -> dict[str, Any]:
         """Return what a conversion depends on beside its recipe."""
@@ -158,6 +170,14 @@ class PublicModel:
         """Return the entries of the row and the control."""
         return self.train(self.a.source, "control", recipe, None)
 
+    def quantized(self, make: Callable[[], tuple[Row, str]], bits: int) -> tuple[Row, str]:
+        """Return the entries of a row and its checkpoint with linears in 8 or 4 bits, which is made unless it is there."""
+        entries, folder = make()
+        out = Path(f"{folder}-int{bits}")
+        if not out.is_dir():
+            quantize(folder, out, bits)
+        return entries, str(out)
+
     def train(self, name: str, label: str, recipe: HealingRecipe, teacher: str | None) -> tuple[Row, str]:
         """Train a checkpoint unless that was done; return what the row says of the run, and the result."""
         depends = (name, recipe.model_dump_json(), content_digest(self.a.data))
@@ -193,7 +213,12 @@ class PublicModel:
             tasks = tuple(sorted(path.stem for path in a.mc.glob("*.jsonl")))
             options = EvalOptions(tasks=tasks, data={"*": a.mc}, limit=a.mc_limit, seed=a.seed)
             found["mc"] = choice_scores(self.evaluate("mc", folder, ["lm-eval"], options, against))
+        if a.ruler:
+            options = EvalOptions(tasks=tuple(a.ruler), lengths=tuple(a.lengths), limit=a.ruler_samples, seed=a.seed)
+            done = self.evaluate("ruler", folder, ["ruler"], options, against)
+            found["ruler"] = ruler_scores(done, a.lengths)
         source = open_converted_checkpoint(folder)
+        found["bytes"] = sum(tensor.nbytes for tensor in source.tensors.values())
         found["cache_bytes"] = cache_sizes(source, a.lengths)
         found["parameters"] = sum(tensor.numel for tensor in source.tensors.values())
         return found
@@ -272,15 +297,39 @@ def text_scores(done: Evaluation) -> Row:
 def needle_scores(done: Evaluation, lengths: Sequence[int]) -> Row:
     """Return the share of needles found by length, in percent."""
     rows = [row for row in done.rows if row.metric.name == "accuracy"]
-    if len(lengths) == 1:  # the task has one group, and no row of it beside its own
-        return {str(lengths[0]): share_of(row) for row in rows if row.is_summary}
-    return {str(row.group["length"]): share_of(row) for row in rows if set(row.group) == {"length"}}
+    return {length: share_of(row) for row in rows if (length := length_of(row, lengths))}
 
 
 def choice_scores(done: Evaluation) -> Row:
-    """Return the accuracy of each multiple-choice task, in percent."""
+    """Return the accuracy of each multiple-choice task in percent, with its difference from the original's."""
     rows = [row for row in done.rows if row.is_summary and row.metric.name.split(",")[0] == "acc" and row.intervals]
-    return {row.task: share_of(row) for row in rows}
+    return {row.task: share_of(row) | difference_of(row) for row in rows}
+
+
+def difference_of(row: ComparisonRow) -> Row:
+    """Return the difference from the original in percent and its 95% interval, of paired questions; {} without one."""
+    change, scale = row.difference, 100 / row.metric.scale
+    if change is None or change.low is None or change.high is None:
+        return {}
+    return {"change": {"value": scale * change.change, "low": scale * change.low, "high": scale * change.high}}
+
+
+def ruler_scores(done: Evaluation, lengths: Sequence[int]) -> Row:
+    """Return RULER's score by task and length, in percent, with its standard error."""
+    found: Row = {}
+    for row in done.rows:
+        if length := length_of(row, lengths):
+            scale, error = 100 / row.metric.scale, row.errors["converted"]
+            score = {"value": scale * row.values["converted"], "se": None if error is None else scale * error}
+            found.setdefault(row.task, {})[length] = score
+    return found
+
+
+def length_of(row: ComparisonRow, lengths: Sequence[int]) -> str | None:
+    """Return the length that a row is of, None if it is of several. A task of one length has no row beside its own."""
+    if len(lengths) == 1:
+        return str(lengths[0]) if row.is_summary else None
+    return str(row.group["length"]) if set(row.group) == {"length"} else None
 
 
 def share_of(row: ComparisonRow) -> dict[str, float]:
@@ -318,7 +367,7 @@ def state_cell(row: Row) -> str:
     tokens = f", {settings['tokens']:,} tokens" if "tokens" in settings else ""
     keys = ", ".join(settings.get("convert", ()))
     name = f"`{Path(row['conversion']).stem}`{f' ({keys})' if keys else ''}, " if row["conversion"] else ""
-    name += row["state"]
+    name += row["state"] + (f", {settings['bits']} bits" if "bits" in settings else "")
     rate = f", rate {row['training']['rate']:g}" if row["state"] == "control" else ""
     return f"{name}{tokens}{rate}"
 
@@ -327,7 +376,7 @@ def in_order(rows: list[Row]) -> list[Row]:
     """Return the original, the control, then each conversion before and after healing."""
     place = {"original": 0, "control": 1}
     names = list(dict.fromkeys(map(conversion_key, rows)))
-    order = ("original", "control", "converted", "healed")
+    order = ("original", "control", "converted", "healed")  # rows of one state stay in the order of the file
     return sorted(
         rows, key=lambda row: (place.get(row["state"], 2), names.index(conversion_key(row)), order.index(row["state"]))
     )
@@ -342,13 +391,14 @@ def model_tables(rows: list[Row]) -> Iterator[str]:
     """Yield the tables of rows that were scored alike: quality, agreement, needles with cache, multiple choice."""
     rows = in_order(rows)
     texts, lengths = list(rows[0]["texts"]), [str(n) for n in rows[0]["settings"]["lengths"]]
-    head = ["model", "parameters", *(f"perplexity, {name}" for name in texts)]
+    head = ["model", "parameters", "bytes", *(f"perplexity, {name}" for name in texts)]
     yield table(
         [head]
         + [
             [
                 state_cell(row),
-                f"{row['parameters'] / 1e6:.1f}M",
+                f"{row['parameters'] / 1e6:.1f}M" if "bits" not in row["settings"] else "",
+                size_text(row["bytes"]) if "bytes" in row else "",
                 *(perplexity_cell(row["texts"][name]) for name in texts),
             ]
             for row in rows
@@ -384,10 +434,41 @@ def model_tables(rows: list[Row]) -> Iterator[str]:
             for row in rows
         ]  # fmt: skip
         yield table([head, *lines])
-    tasks = list(rows[0].get("mc", {}))
-    if tasks:
-        lines = [[state_cell(row), *(share_cell(row.get("mc", {}).get(task)) for task in tasks)] for row in rows]
-        yield table([["model", *(f"{task}, %" for task in tasks)], *lines])
+    yield from ruler_table([row for row in rows if "ruler" in row], lengths)
+    yield from choice_table([row for row in rows if "mc" in row])
+
+
+def ruler_table(rows: list[Row], lengths: list[str]) -> Iterator[str]:
+    """Yield the table of RULER's tasks by length, if any row has them."""
+    if rows:
+        cells = [(task, n) for task in rows[0]["ruler"] for n in lengths]
+        lines = [[state_cell(row), *(value_cell(row["ruler"].get(t, {}), n, ".0f") for t, n in cells)] for row in rows]
+        yield table([["RULER", *(f"{task}, {int(n):,}" for task, n in cells)], *lines])
+
+
+def choice_table(rows: list[Row]) -> Iterator[str]:
+    """Yield the table of multiple-choice tasks with their average, if any row has them."""
+    if rows:
+        tasks = list(rows[0]["mc"])
+        lines = [
+            [state_cell(row), *(share_cell(row["mc"].get(task)) for task in tasks), average_cell(row["mc"])]
+            for row in rows
+        ]
+        yield table([["model", *(f"{task}, %" for task in tasks), "average (change)"], *lines])
+
+
+def average_cell(tasks: Mapping[str, Row]) -> str:
+    """Format the mean of the tasks and its change with a 95% interval, in points.
+
+    The intervals of the tasks' paired differences are those of independent questions: half their widths add in squares.
+    """
+    mean = sum(scores["value"] for scores in tasks.values()) / len(tasks)
+    if any("change" not in scores for scores in tasks.values()):
+        return f"{mean:.1f}"
+    changes = [scores["change"] for scores in tasks.values()]
+    change = sum(change["value"] for change in changes) / len(changes)
+    half = math.sqrt(sum(((change["high"] - change["low"]) / 2) ** 2 for change in changes)) / len(changes)
+    return f"{mean:.1f} ({change:+.1f} [{change - half:.1f}, {change + half:.1f}])"
 
 
 def show(rows: list[Row]) -> str:
@@ -447,6 +528,9 @@ def main(given: list[str] | None = None) -> None:
     add("--greedy-tokens", type=int, default=64, help="Length of the greedy texts. Default: %(default)s.")
     add("--mc", type=Path, help="Folder with TASK.jsonl of multiple-choice tasks. Default: none.")
     add("--mc-limit", type=int, help="Questions of each task. Default: all.")
+    add("--ruler", nargs="+", default=[], metavar="TASK", help="RULER's tasks to ask at --lengths. Default: none.")
+    add("--ruler-samples", type=int, default=10, help="Questions of each of RULER's tasks and lengths. Default: 10.")
+    add("--bits", type=int, choices=(8, 4), help="Score each conversion with its linears in 8 or 4 bits, too.")
     add("--dtype", default="float32", help="Precision of the scores. Default: %(default)s.")
     add("--seed", type=int, default=0, help="Seed of needles, prompts and training. Default: 0.")
     add("--gpus", type=int, help="Train in this number of processes, one a GPU, which share the rows of a batch.")
