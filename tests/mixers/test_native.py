@@ -139,7 +139,9 @@ def test_random_weights_follow_the_definition(name: str, config: Native) -> None
 
 
 def test_cores_take_what_the_library_takes() -> None:
-    """At lambda = 1 each core returns the output of the library's function, with shared keys and clamped steps."""
+    """At lambda = 1 each core returns the output of the library's function, with shared keys and clamped steps. Keys of
+    Gated DeltaNet are repeated for the library, which takes shared ones in some versions only.
+    """
     from transformers.models.mamba2 import modeling_mamba2
     from transformers.models.qwen3_next import modeling_qwen3_next
 
@@ -155,7 +157,8 @@ def test_cores_take_what_the_library_takes() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 20, 2, 8), torch.randn(2, 20, 2, 8), torch.randn(2, 20, 4, 6)
     g, beta = -F.softplus(torch.randn(2, 20, 4)), torch.rand(2, 20, 4)
-    expected, _ = modeling_qwen3_next.torch_chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
+    own = [x.repeat_interleave(2, dim=2) for x in (q, k)]
+    expected, _ = modeling_qwen3_next.torch_chunk_gated_delta_rule(*own, v, g, beta, use_qk_l2norm_in_kernel=True)
     found, state = gated_delta_core(q, k, v, g=g, beta=beta, surgery=Call(), initial_state=None)
     assert state is None and relative(found, expected) < 1e-5
     dt, decay, skip = torch.randn(2, 20, 4), -torch.rand(4) - 0.1, torch.randn(4)
