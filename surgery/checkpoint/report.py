@@ -87,10 +87,14 @@ class TrialReport(ReportModel):
 
 
 class MlpsReport(ReportModel):
-    """Whether MLPs were pruned or their linears structured, and the score of each with the better allocation."""
+    """Whether MLPs and routed experts were pruned or their linears structured, and the score of each with the better
+    allocation. pruned_mlps, pruned_experts: of a model with both, one of the two pruned.
+    """
 
-    kept: Literal["pruned", "linears"]
+    kept: Literal["pruned", "pruned_mlps", "pruned_experts", "linears"]
     pruned: TrialReport
+    pruned_mlps: TrialReport | None = None
+    pruned_experts: TrialReport | None = None
     linears: TrialReport
 
 

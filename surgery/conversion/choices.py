@@ -16,8 +16,8 @@ SOFTMAX_STAGE = "softmax heads, "  # begins the names of stages that initialize 
 
 MLPS = {
     "pruned": "fewer neurons",
-    "pruned MLPs": "fewer neurons in MLPs, structured experts",
-    "pruned experts": "fewer neurons in experts, structured MLPs",
+    "pruned_mlps": "fewer neurons in MLPs, structured experts",
+    "pruned_experts": "fewer neurons in experts, structured MLPs",
     "linears": "structured linears",
 }
 

@@ -261,12 +261,12 @@ class Plan:
 
     def contenders(self) -> dict[str, Plan]:
         """Return the plans that a trial compares: with fewer neurons ("pruned"), if there are MLPs or routed experts to
-        prune, with fewer neurons in one of the two ("pruned MLPs", "pruned experts"), if there are both, and "linears".
+        prune, with fewer neurons in one of the two ("pruned_mlps", "pruned_experts"), if there are both, and "linears".
         """
         changed = [target for slices in self.pruned_targets.values() for target in slices if target.neurons]
         plans = {"pruned": self.pruned_targets} if self.pruned_targets else {}
         if len({bool(target.linear.experts) for target in changed}) > 1:
-            for name, experts in (("pruned MLPs", False), ("pruned experts", True)):
+            for name, experts in (("pruned_mlps", False), ("pruned_experts", True)):
                 others = [target for target in changed if bool(target.linear.experts) is not experts]
                 plans[name] = self._with_linears({linear.path for target in others for linear in target.all_linears})
         plans["linears"] = self.targets

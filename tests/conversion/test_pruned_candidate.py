@@ -40,6 +40,22 @@ def structures(report: dict) -> set[str]:
     return {r["structure"]["structure"] for r in report["modules"] if any("mlp" in role for role in r["roles"])}
 
 
+def make_low_rank(mlp) -> None:
+    """Give an MLP linears of rank 4 with neurons far from linear, which are all in use and decide the loss."""
+    for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        u, s, v = torch.linalg.svd(linear.weight.data, full_matrices=False)
+        linear.weight.data = 10 * (u[:, :4] * s[:4]) @ v[:4]
+
+
+def leave_experts_idle(model, transposed: bool = False) -> None:
+    """Leave half of the neurons of every routed expert in use. transposed: down is stored as (E, F, D)."""
+    for name, down in model.named_parameters():
+        if name.endswith("experts.down_proj"):
+            neurons = (down.data if transposed else down.data.mT) * 30
+            neurons[:, 1::2] *= 1e-4
+            down.data = neurons if transposed else neurons.mT
+
+
 def write_own_text(model, folder) -> str:
     """Write rows that a model sampled, so that changes of the model raise the loss on them."""
     rows = sample_continuations(model.eval(), torch.arange(48)[:, None], 31, seed=0)
@@ -70,9 +86,7 @@ def test_structured_linears_are_kept_where_they_win(checkpoints, tmp_path):
     """MLPs of low rank, whose neurons are all in use: the result is that of the recipe without the candidate."""
     model = AutoModelForCausalLM.from_pretrained(checkpoints("llama"), dtype=torch.float32)
     for layer in model.model.layers:
-        for linear in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
-            u, s, v = torch.linalg.svd(linear.weight.data, full_matrices=False)
-            linear.weight.data = 10 * (u[:, :4] * s[:4]) @ v[:4]  # neurons far from linear, MLPs that decide the loss
+        make_low_rank(layer.mlp)
     model.lm_head.weight.data *= 10
     model.save_pretrained(tmp_path / "low")
     own = write_own_text(model, tmp_path)
@@ -113,11 +127,7 @@ def test_every_family_is_planned(family, checkpoints):
 def test_pruned_experts_are_kept_where_they_win(kind, tmp_path):
     """Experts of which half of the neurons are in use: all get one width, and the attention shares the budget."""
     source, model = tmp_path / "idle", load(write_experts(kind, tmp_path / "idle"))
-    for name, down in model.named_parameters():
-        if name.endswith("experts.down_proj"):
-            neurons = (down.data if kind == "gpt_oss" else down.data.mT) * 30  # (E, F, D)
-            neurons[:, 1::2] *= 1e-4
-            down.data = neurons if kind == "gpt_oss" else neurons.mT
+    leave_experts_idle(model, transposed=kind == "gpt_oss")
     model.lm_head.weight.data *= 10
     model.save_pretrained(source)
     own = write_own_text(model, tmp_path)
@@ -135,22 +145,29 @@ def test_pruned_experts_are_kept_where_they_win(kind, tmp_path):
     assert bool(outputs.isfinite().all())
 
 
-def test_mlps_and_experts_are_chosen_apart(experts, tmp_path):
-    """A trial compares both with fewer neurons, either, and neither; the report and the line name the losses."""
-    source = str(experts("qwen2_moe"))
-    own = write_own_text(load(source), tmp_path)
-    report = surgery.convert(source, {**AUTO, "multiple": 4}, tmp_path / "out", calibration=own)
+def test_mlps_and_experts_are_chosen_apart(tmp_path):
+    """Idle neurons in the routed experts beside shared ones of low rank. A trial compares both with fewer neurons, either,
+    and neither; the report and a line name the losses, and the report can be read.
+    """
+    model = load(write_experts("qwen2_moe", tmp_path / "source"))
+    leave_experts_idle(model)
+    for layer in model.model.layers:
+        make_low_rank(layer.mlp.shared_expert)
+    model.lm_head.weight.data *= 10
+    model.save_pretrained(tmp_path / "source")
+    recipe = {**AUTO, "multiple": 4, "allocate": "uniform"}
+    own = write_own_text(model, tmp_path)
+    report = surgery.convert(str(tmp_path / "source"), recipe, tmp_path / "out", calibration=own)
     mlps = report["allocation"]["mlps"]
-    losses = {name: mlps[name]["converted"] for name in ("pruned", "pruned MLPs", "pruned experts", "linears")}
-    assert losses[mlps["kept"]] == min(losses.values())
-    kinds = {kind: set() for kind in ("expert", "mlp")}
+    losses = {name: mlps[name]["converted"] for name in ("pruned", "pruned_mlps", "pruned_experts", "linears")}
+    assert mlps["kept"] == "pruned_experts" and losses["pruned_experts"] == min(losses.values())
+    kinds = {kind: set() for kind in ("expert", "mlp", "attention", "head")}
     for record in report["modules"]:
-        for role in record["roles"]:
-            kinds.get(role.partition(".")[0], set()).add(record["structure"]["structure"])
-    assert ("pruned" in kinds["expert"]) == (mlps["kept"] in ("pruned", "pruned experts"))
-    assert ("pruned" in kinds["mlp"]) == (mlps["kept"] in ("pruned", "pruned MLPs"))
+        kinds[record["roles"][0].partition(".")[0]].add(record["structure"]["structure"])
+    assert kinds["expert"] == {"pruned"} and "pruned" not in kinds["mlp"]
     first, *_ = allocation_lines(report["allocation"])
     assert all(words in first for words in ("fewer neurons in MLPs", "fewer neurons in experts", "structured linears"))
+    assert surgery.inspect(tmp_path / "out")["checks"]["as_reported"]
 
 
 def test_experts_of_different_shares_are_not_compared(experts):
