@@ -29,6 +29,7 @@ from torch import Tensor
 
 from surgery.architectures.native import native_paths, native_shape
 from surgery.core.errors import SurgeryError, suggestion
+from surgery.mixers.base import AttentionShape
 from surgery.mixers.common.linear_features import l2_normalize
 from surgery.mixers.common.packed_documents import document_borders, has_one_document_per_row
 from surgery.mixers.native import NativeInputs, NativeMixer
@@ -264,17 +265,22 @@ def add_level_weights(model: Any, path: str, config: Native) -> None:
             f"{type(model).__name__} was loaded with use_kernels=True, which replaces whole layers, their core "
             "included. Load it without"
         )
+    put_level_weights(module, config, shape)
+    decoder = innermost_model(model, path)
+    if refuse_packed_rows not in decoder._forward_pre_hooks.values():
+        decoder.register_forward_pre_hook(refuse_packed_rows, with_kwargs=True)
+    if not isinstance(model, MixerModelMixin):
+        model.__class__ = mixin_class(model.__class__, MixerModelMixin)
+
+
+def put_level_weights(module: Any, config: Native, shape: AttentionShape) -> None:
+    """Give a native linear layer level weights of 1, without its model's knowledge; see `add_level_weights`."""
     like = next(t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point())
     with torch.device(like.device):
         mixer = NativeMixer(config, shape).to(like.dtype)
     if not isinstance(module, NativeLayer):
         module.__class__ = mixin_class(module.__class__, NativeLayer)
     module.mixer = mixer.train(module.training)
-    decoder = innermost_model(model, path)
-    if refuse_packed_rows not in decoder._forward_pre_hooks.values():
-        decoder.register_forward_pre_hook(refuse_packed_rows, with_kwargs=True)
-    if not isinstance(model, MixerModelMixin):
-        model.__class__ = mixin_class(model.__class__, MixerModelMixin)
 
 
 def install_native(model: Any, mixers: Mapping[str, Native]) -> None:
