@@ -77,7 +77,7 @@ def conversion_report(ctx: ConversionContext, inputs: ReportInputs) -> Report:
     replaced = [record for record in records if record["name"] not in refits]
     models: dict[str, type[ReportModel]] = {"depth": DepthReport, "experts": ExpertsReport}
     removed: dict[str, Any] = {key: models[key].model_validate(record) for key, record in inputs.removals.items()}
-    native = {} if inputs.native is None else {"native": NativeReport.model_validate(inputs.native)}
+    native: dict[str, Any] = {} if inputs.native is None else {"native": NativeReport.model_validate(inputs.native)}
     held_out = _held_out(inputs)
     return Report(
         surgery=__version__,

@@ -149,7 +149,9 @@ def shared_width_notes(targets: Iterable[LinearTarget], layout: ModelLayout, con
         and any(n.path.startswith(parent) for parent in parents)
         and (n.out, n.in_ % before) == (routed[0].out, 0)
     ]
-    if all(n.path in pruned and pruned[n.path].configs[0].width == n.in_ // before * width for n in shared):
+    given = {path: getattr(target.configs[0], "width", None) for path, target in pruned.items()}
+    is_fixed = all(given[target.linear.path] == width for target in routed)
+    if not shared or (is_fixed and all(given.get(n.path) == n.in_ // before * width for n in shared)):
         return []
     first = shared[0]
     note = (
