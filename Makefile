@@ -46,13 +46,13 @@ test-clients: .venv/installed-test  ## the tests of TRL, ONNX, transformers serv
 	$(INSTALL) trl onnx onnxscript gguf 'transformers[serving]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -rs tests/clients $(PYTEST_ARGS)
 
-test-vllm:  ## tests of the vLLM plugin with the CPU builds of the vLLM versions that it serves, each in an environment of its own (3.5 GB)
+test-vllm:  ## tests of the vLLM plugin, and of level weights with its older transformers, with the CPU builds of the vLLM versions that it serves (3.5 GB each)
 	@ran=; for version in $(VLLM_VERSIONS); do \
 	  if ! $(MAKE) --no-print-directory .venv-vllm-$$version/installed; then \
 	    echo "vLLM $$version: skipped, because its CPU build cannot be installed here (pip's error is above)"; continue; \
 	  fi; \
 	  echo "vLLM $$version"; ran=1; \
-	  OMP_NUM_THREADS=1 .venv-vllm-$$version/bin/python -m pytest tests/serving $(PYTEST_ARGS) || exit 1; \
+	  OMP_NUM_THREADS=1 .venv-vllm-$$version/bin/python -m pytest tests/serving tests/mixers/test_native.py $(PYTEST_ARGS) || exit 1; \
 	done; [ -n "$$ran" ]
 
 lint: style types imports  ## ruff (lint, format), mypy, and the layers of imports

@@ -87,10 +87,14 @@ class TrialReport(ReportModel):
 
 
 class MlpsReport(ReportModel):
-    """Whether MLPs were pruned or their linears structured, and the score of each with the better allocation."""
+    """Whether MLPs and routed experts were pruned or their linears structured, and the score of each with the better
+    allocation. pruned_mlps, pruned_experts: of a model with both, one of the two pruned.
+    """
 
-    kept: Literal["pruned", "linears"]
+    kept: Literal["pruned", "pruned_mlps", "pruned_experts", "linears"]
     pruned: TrialReport
+    pruned_mlps: TrialReport | None = None
+    pruned_experts: TrialReport | None = None
     linears: TrialReport
 
 
@@ -222,6 +226,15 @@ class ExpertsReport(ReportModel):
     held_out: HeldOutReport | None = None
 
 
+class NativeReport(ReportModel):
+    """The change by level weights of 1, before they are trained (surgery.conversion.level_weights): the largest absolute
+    difference of the logits / the largest logit, on so many random tokens.
+    """
+
+    change: Annotated[float, Field(ge=0, le=1e30)]
+    tokens: Annotated[Count, Field(ge=1)]
+
+
 class TotalsReport(ReportModel):
     """Parameters, bytes and multiply-accumulates per token, of the replaced weights and of the whole checkpoint."""
 
@@ -328,6 +341,7 @@ class Report(ReportModel):
     memory: MemoryReport
     depth: DepthReport | None = None
     experts: ExpertsReport | None = None
+    native: NativeReport | None = None
     hybrid: HybridReport | None = None
     tune: TuneReport | None = None
     speed: SpeedReport | None = None

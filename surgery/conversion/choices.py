@@ -14,7 +14,12 @@ HYBRIDS = {"aligned": "no softmax", "near": "no softmax", "every": "evenly space
 SOFTMAX_STAGE = "softmax heads, "  # begins the names of stages that initialize the softmax heads of a hybrid by heads
 
 
-MLPS = {"pruned": "fewer neurons", "linears": "structured linears"}
+MLPS = {
+    "pruned": "fewer neurons",
+    "pruned_mlps": "fewer neurons in MLPs, structured experts",
+    "pruned_experts": "fewer neurons in experts, structured MLPs",
+    "linears": "structured linears",
+}
 
 
 def allocation_lines(allocation: Mapping[str, Any]) -> list[str]:
@@ -29,7 +34,7 @@ def allocation_lines(allocation: Mapping[str, Any]) -> list[str]:
 def _mlp_lines(mlps: Mapping[str, Any] | None) -> list[str]:
     if not mlps:
         return []
-    tried = ", ".join(f"{words} {mlps[name]['converted']:.4f}" for name, words in MLPS.items())
+    tried = ", ".join(f"{words} {mlps[name]['converted']:.4f}" for name, words in MLPS.items() if name in mlps)
     unit = mlps["pruned"].get("unit", "")
     return [f"MLPs, held-out loss of a quick trial: {tried} {unit}; kept: {mlps['kept']} ({MLPS[mlps['kept']]})"]
 

@@ -197,11 +197,12 @@ class Conversion:
         for warning in short_text_warnings(self.ctx):
             self.progress.say(f"warning: {warning}")
         hybrid = self._resolve_attention()
+        native = self._measure_level_weights()
         self._drop_damaged_layers()
         if self.journal.find("piece", piece=NON_LAYER) is None:
             budgets, allocation = self._resolve_budgets()
             self.convert_layers(budgets, allocation)
-        return self.dist.on_main(lambda: self._write_result(hybrid, began))
+        return self.dist.on_main(lambda: self._write_result(hybrid, native, began))
 
     def _check_text(self) -> None:
         """Warn if the calibration text does not suit the model; ready input tensors are not checked."""
@@ -260,8 +261,10 @@ class Conversion:
         model = with_fewer_experts(self.ctx.model, experts, removed.replaced)
         return model, plan_with_experts(make_plan(model, self.ctx.recipe), experts)
 
-    def _write_result(self, hybrid: dict[str, Any] | None, began: float) -> dict[str, Any]:
-        """Let the sink assemble the layers, and return the report."""
+    def _write_result(
+        self, hybrid: dict[str, Any] | None, native: dict[str, Any] | None, began: float
+    ) -> dict[str, Any]:
+        """Let the sink assemble the layers, and return the report. hybrid, native: entries of the report."""
         entries = []
         for layer in (*self.ctx.plan.layout.layers, NON_LAYER):
             entry = self.journal.find("piece", piece=layer)
@@ -271,7 +274,9 @@ class Conversion:
             stored = self.sink.write_model(self.ctx, entries)
         seconds = {**self.seconds, "total": round(time.perf_counter() - began, 3)}
         hint, score = self.source.calibration_hint, self.text_score
-        inputs = ReportInputs(entries, stored, hybrid, seconds, hint, score, self._text_warnings(), self.removals)
+        inputs = ReportInputs(
+            entries, stored, hybrid, seconds, hint, score, self._text_warnings(), self.removals, native
+        )
         with report_errors(str(self.ctx.work_dir / REPORT_NAME)):
             report = conversion_report(self.ctx, inputs).to_dict()
         for record in report["modules"]:
@@ -290,6 +295,21 @@ class Conversion:
             plan, hybrid = resolve_attention_plan(self.ctx, self.journal)
         self.ctx = replace(self.ctx, plan=plan)
         return hybrid
+
+    def _measure_level_weights(self) -> dict[str, Any] | None:
+        """Return the report's "native" entry: how much the level weights that a recipe adds change the logits."""
+        if not self.ctx.plan.native_targets:
+            return None
+        entry = self.journal.find("native")
+        if entry is None:
+            # Imported by conversions that add level weights.
+            from surgery.conversion.level_weights import measure_level_weights
+
+            self.progress.say("measuring the change of the logits by level weights")
+            with self._timer("level weights"):
+                entry = self.dist.on_main(lambda: measure_level_weights(self.ctx))
+            self.journal.add("native", **entry)
+        return {key: entry[key] for key in ("change", "tokens")}
 
     def _resolve_budgets(self) -> tuple[dict[str, float], dict[str, Any]]:
         """Return (parameters for each target by name, the report's "allocation" entry)."""

@@ -28,6 +28,7 @@ from surgery.checkpoint.report import (
     HybridReport,
     MixerReport,
     ModuleReport,
+    NativeReport,
     ReportModel,
     TrialReport,
     TuningReport,
@@ -130,6 +131,7 @@ class _OutputShardEntry(ReportModel):
 
 
 ENTRY_MODELS: dict[str, type[ReportModel]] = {
+    "native": NativeReport,
     "budgets": _BudgetsEntry,
     "hybrid": _HybridEntry,
     "aligned": _AlignedEntry,

@@ -21,6 +21,7 @@ from surgery.checkpoint.report import (
     MemoryReport,
     MixerReport,
     ModuleReport,
+    NativeReport,
     Report,
     ReportModel,
     SourceReport,
@@ -48,7 +49,7 @@ class ReportInputs:
     entries: the journal's entries of all layers, NON_LAYER last. stored: the tensors of the result. hybrid: the entry
     of the choice of layers that keep softmax. seconds: of each step, with their total. calibration_hint: see Source.
     text_score, text_warnings: of the calibration text. removals: the entry of the layers or experts that were removed,
-    by its key.
+    by its key. native: the entry of level weights; None without any.
     """
 
     entries: Sequence[dict[str, Any]]
@@ -59,6 +60,7 @@ class ReportInputs:
     text_score: TextScore | None
     text_warnings: list[str]
     removals: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    native: dict[str, Any] | None = None
 
 
 def conversion_report(ctx: ConversionContext, inputs: ReportInputs) -> Report:
@@ -75,6 +77,7 @@ def conversion_report(ctx: ConversionContext, inputs: ReportInputs) -> Report:
     replaced = [record for record in records if record["name"] not in refits]
     models: dict[str, type[ReportModel]] = {"depth": DepthReport, "experts": ExpertsReport}
     removed: dict[str, Any] = {key: models[key].model_validate(record) for key, record in inputs.removals.items()}
+    native: dict[str, Any] = {} if inputs.native is None else {"native": NativeReport.model_validate(inputs.native)}
     held_out = _held_out(inputs)
     return Report(
         surgery=__version__,
@@ -91,6 +94,7 @@ def conversion_report(ctx: ConversionContext, inputs: ReportInputs) -> Report:
         **unreached,
         **speed,
         **removed,
+        **native,
         companions=[path.as_posix() for path in source.companions()],
         calibration=_calibration_report(ctx, inputs),
         allocation=AllocationReport.model_validate(non_layer["allocation"]),

@@ -77,7 +77,7 @@ class QuickTrial:
     """Score several allocations in one pass over the samples.
 
     contenders: name -> (target name -> parameters). done: called after each layer. plans: the plans of contenders that
-    do not have ctx's, by name; they replace the same matrices by other structures, or MLPs by pruned ones.
+    do not have ctx's, by name; they replace the same matrices by other structures, or MLPs and experts by pruned ones.
     """
 
     def __init__(
@@ -176,10 +176,18 @@ class QuickTrial:
         if stage.sum_II is None or not stage.rows[1]:  # an expert that no row reached stays dense in the trial
             return
         moment_II = stage.sum_II.div_(stage.rows[1])
-        damp_(moment_II, self.recipe.damping)
         targets = [target for path in stage.paths for target in self.plan.tried_targets(path)]
+        moments = {target.name: (moment_II, stage.of_c) for target in targets}
+        for target in targets:
+            if target.neurons and target.linear.experts and stage.rows[1] < stage.size:
+                moments[target.name] = _add_white_rows(moment_II, stage.rows[1]), {}
+        for some_II in {id(some_II): some_II for some_II, _ in moments.values()}.values():
+            damp_(some_II, self.recipe.damping)
         metrics = {
-            target.name: Metric(moment_II, damp_output_gram(grams.get(target.name)), stage.of_c) for target in targets
+            target.name: Metric(
+                moments[target.name][0], damp_output_gram(grams.get(target.name)), moments[target.name][1]
+            )
+            for target in targets
         }
 
         def fit(target: LinearTarget, configs: list[StructureConfig | None]) -> FitResult:
@@ -210,6 +218,15 @@ class QuickTrial:
                 results = [fitted[target.name, str(mine[target.name])] for target in slices]
                 add_linear(self.ctx.model, slices, results, call.device, replacement)
                 modules_by_path |= {name: densify_module(module) for name, module in replacement.modules.items()}
+
+
+def _add_white_rows(moment_II: Tensor, rows: int) -> Tensor:
+    """Return the moment of `rows` rows and of white ones, up to the number of inputs: what the conversion fits a pruned
+    expert with few rows to (`InputMoments.add_white`).
+    """
+    white_II = moment_II.new_zeros(moment_II.shape)
+    white_II.diagonal().fill_(float(moment_II.diagonal().mean()))
+    return white_II.lerp_(moment_II, rows / len(moment_II))
 
 
 def uniform_budgets(plan: Plan) -> dict[str, float]:

@@ -7,9 +7,9 @@ Every problem is reported as a SurgeryError before anything runs.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
@@ -143,16 +143,40 @@ Length = Annotated[int, BeforeValidator(parse_length)]
 Real = Annotated[float, BeforeValidator(parse_float)]
 
 
-def validation_error(error: ValidationError, where: str, known: Iterable[str] = ()) -> SurgeryError:
-    """Return a SurgeryError with one clause per invalid field.
+def section_keys(model: type[BaseModel], location: Iterable[Any]) -> list[str]:
+    """Return the valid keys of the section that an error's location, of pydantic, is in.
 
-    where: the file or object, for the message. known: valid keys, from which the nearest one is suggested.
+    model: of the whole document.
+    """
+    *sections, _ = location
+    for key in sections:
+        field = model.model_fields.get(key)
+        model = model if field is None else next(_models_in(field.annotation), model)
+    return list(model.model_fields)
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the models in an annotation such as tuple[Rule, ...] or SpeedRecipe | None."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_in(part)
+
+
+def validation_error(
+    error: ValidationError, where: str, model: type[BaseModel], further: Iterable[str] = ()
+) -> SurgeryError:
+    """Return a SurgeryError with one clause per invalid field, which names the nearest key of its section for an unknown
+    one.
+
+    where: the file or object, for the message. model: what was validated. further: valid keys beside the model's.
     """
     sentences = []
     for e in error.errors():
         path = ".".join(str(key) for key in e["loc"]) or "it"
         if e["type"] == "extra_forbidden":
-            sentences.append(f"unknown key {path!r}{suggestion(str(e['loc'][-1]), known) if known else ''}")
+            known = [*section_keys(model, e["loc"]), *(further if len(e["loc"]) == 1 else ())]
+            sentences.append(f"unknown key {path!r}{suggestion(str(e['loc'][-1]), known)}")
         elif e["type"] == "missing":
             sentences.append(f"{path} is missing")
         else:

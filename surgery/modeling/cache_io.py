@@ -53,7 +53,7 @@ def save_cache(cache: Cache, path: str | Path) -> None:
     for i in range(len(cache.layers)):
         layer: Any = cache.layers[i]
         kind = type(layer)
-        if isinstance(layer, MixerCacheLayer):
+        if kind is MixerCacheLayer:
             config = None if layer._mixer is None else layer._mixer.config.to_dict()
             layers.append({"kind": "mixer", "seen": layer.seen, "config": config})
             state = layer.state

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from surgery.architectures.native import native_paths, native_shape
 from surgery.core.errors import SurgeryError, suggestion
+from surgery.mixers.base import AttentionShape
 from surgery.mixers.common.linear_features import l2_normalize
 from surgery.mixers.common.packed_documents import document_borders, has_one_document_per_row
 from surgery.mixers.native import NativeInputs, NativeMixer
@@ -126,14 +127,11 @@ def no_fused_layer(*_: Any, **__: Any) -> None:
 
 
 def no_step(*_: Any, **__: Any) -> Any:
-    """Raise SurgeryError: the cache layer of a mixer holds no recurrent state of the library, so no step reads one.
-
-    transformers 5.17 and 5.19 take a step wherever a token was seen before.
-    """
+    """Raise SurgeryError: the cache layer of a mixer holds no recurrent state of the library, so no step reads one."""
     raise SurgeryError(
-        "this native linear layer has level weights and was asked for a step from the library's own recurrent state. "
-        "Either the cache is another model's: use a new one. Or transformers "
-        f"{transformers.__version__} takes steps in another way: generate with transformers 5.23, or with use_cache=False"
+        "this native linear layer has level weights and was asked for a step from the library's own recurrent state, "
+        f"which transformers {transformers.__version__} takes in a way that surgery does not know. Generate with a version "
+        "that surgery was tested with (README.md), or with use_cache=False"
     )
 
 
@@ -169,21 +167,45 @@ def forward_with_cores(forward: Any) -> Any:
 
 
 # -- modules ---------------------------------------------------------------------------------------
+class CacheWithoutRecurrentStates:
+    """A cache of which a forward sees no recurrent states, so that it runs the core for single tokens too.
+
+    In transformers 5.17 and 5.19 a forward takes a step of the library wherever the cache has seen a token, also from a
+    layer without a recurrent state. The state of the convolution is updated as in a pass over several tokens.
+    """
+
+    def __init__(self, past: Any):
+        self.past = past
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        """Return False."""
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.past, name)
+
+
 class NativeLayer:
     """Mixin of the class of a native linear layer with level weights.
 
-    own_forward: the library's forward with the cores here. arguments: names of its arguments.
+    own_forward: the library's forward with the cores here. arguments: names of its arguments. asks_for_state: whether it
+    asks the cache if there is a recurrent state, and does not read the state itself.
     """
 
     mixer: NativeMixer
     own_forward: Any
     arguments: tuple[str, ...]
+    asks_for_state: bool
 
     @staticmethod
     def class_attributes(base: Any) -> dict[str, Any]:
         """Return the attributes of a subclass of the library class `base`."""
-        arguments = tuple(inspect.signature(base.forward).parameters)[1:]
-        return {"own_forward": forward_with_cores(base.forward), "arguments": arguments}
+        asks = "has_previous_state" in inspect.unwrap(base.forward).__code__.co_names
+        return {
+            "own_forward": forward_with_cores(base.forward),
+            "arguments": tuple(inspect.signature(base.forward).parameters)[1:],
+            "asks_for_state": asks,
+        }
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the library's forward with log-linear attention as its core."""
@@ -197,6 +219,8 @@ class NativeLayer:
         past, mask, x_BTD = bound.get("cache_params"), bound.get("attention_mask"), bound["hidden_states"]
         valid_BT = None if mask is None else mask[:, -x_BTD.shape[1] :].to(torch.bool)
         call = NativeCall(self.mixer, x_BTD, valid_BT, None if past is None else self.cache_layer(past))
+        if past is not None and self.asks_for_state:
+            bound["cache_params"] = CacheWithoutRecurrentStates(past)
         return type(self).own_forward(self, **bound, surgery=call)
 
     def cache_layer(self, past: Any) -> MixerCacheLayer:
@@ -241,17 +265,22 @@ def add_level_weights(model: Any, path: str, config: Native) -> None:
             f"{type(model).__name__} was loaded with use_kernels=True, which replaces whole layers, their core "
             "included. Load it without"
         )
+    put_level_weights(module, config, shape)
+    decoder = innermost_model(model, path)
+    if refuse_packed_rows not in decoder._forward_pre_hooks.values():
+        decoder.register_forward_pre_hook(refuse_packed_rows, with_kwargs=True)
+    if not isinstance(model, MixerModelMixin):
+        model.__class__ = mixin_class(model.__class__, MixerModelMixin)
+
+
+def put_level_weights(module: Any, config: Native, shape: AttentionShape) -> None:
+    """Give a native linear layer level weights of 1, without its model's knowledge; see `add_level_weights`."""
     like = next(t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point())
     with torch.device(like.device):
         mixer = NativeMixer(config, shape).to(like.dtype)
     if not isinstance(module, NativeLayer):
         module.__class__ = mixin_class(module.__class__, NativeLayer)
     module.mixer = mixer.train(module.training)
-    decoder = innermost_model(model, path)
-    if refuse_packed_rows not in decoder._forward_pre_hooks.values():
-        decoder.register_forward_pre_hook(refuse_packed_rows, with_kwargs=True)
-    if not isinstance(model, MixerModelMixin):
-        model.__class__ = mixin_class(model.__class__, MixerModelMixin)
 
 
 def install_native(model: Any, mixers: Mapping[str, Native]) -> None:

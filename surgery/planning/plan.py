@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from surgery.architectures import get_architecture
 from surgery.architectures.attention import key_value_heads
 from surgery.architectures.linears import LinearInfo, ModelLayout, find_linears
-from surgery.architectures.towers import select_towers
+from surgery.architectures.towers import select_towers, text_config
 from surgery.checkpoint.outline import ModelDescription
 from surgery.checkpoint.source import check_float_dtype
 from surgery.core.config import is_layer_selected
@@ -33,6 +33,7 @@ from surgery.planning.pruned_mlps import (
     find_pruned_mlps,
     is_pruned,
     prunable_mlps,
+    shared_width_notes,
 )
 from surgery.planning.recipe import STRUCTURE_KEYS, ConversionRecipe, LinearSettings, Rule
 from surgery.planning.shared_bases import check_can_share, share_bases
@@ -133,6 +134,9 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
             "plan: the recipe replaces nothing; give a structure other than dense and keep below 1, attention: a mixer, "
             "or native: level weights"
         )
+    if not (attention_targets or native_targets):
+        replaced = [target for slices in targets.values() for target in slices if target.configs]
+        notes += shared_width_notes(replaced, layout, vars(text_config(meta_model.model)))
     targets, sharing_notes = share_bases(targets, recipe, layout)
     notes += sharing_notes
     if layout.head in targets and f"{layout.head}.weight" in _tied_names(meta_model):
@@ -141,11 +145,7 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
             "is"
         )
     if pruned_targets := _with_pruned_mlps(targets, recipe, layout, meta_model.model):
-        count = sum(bool(target.neurons) for slices in pruned_targets.values() for target in slices)
-        notes.append(
-            f"structure: auto tries {count} MLPs with fewer neurons (structure pruned) too: a trial on held-out text "
-            "chooses between that and structured linears, whose numbers stand here"
-        )
+        notes.append(_trial_note([target for slices in pruned_targets.values() for target in slices if target.neurons]))
     time = None
     if recipe.speed is not None:
         targets, time, time_notes = plan_by_time(targets, recipe.speed, recipe.round_ranks, layout)
@@ -365,9 +365,7 @@ def _pruned_targets(
         )
         targets[output.path] = (_with_preview(target),)
     for mlp in mlps:
-        given = settings[mlp.down.path]
-        chosen = (expert_settings(given) if mlp.down.experts else given)[0].model_copy(update={"groups": None})
-        targets[mlp.down.path] = (_mlp_target(mlp, chosen, _structure_config("pruned", chosen, auto=False)),)
+        targets[mlp.down.path] = (_mlp_target(mlp, settings[mlp.down.path], auto=False),)
     for attention in attentions:
         chosen, output = settings[attention.output.path][0], attention.output
         heads, config = attention.heads, attention.config(chosen)
@@ -385,12 +383,15 @@ def _applies(rule: Rule, linear: LinearInfo) -> bool:
     return any(matches_pattern(rule.match, linear, role) for role in linear.roles or ("",))
 
 
-def _mlp_target(mlp: Mlp, settings: LinearSettings, config: StructureConfig) -> LinearTarget:
-    """Return the target of an MLP that is pruned. Raises SurgeryError if its budget allows no width."""
+def _mlp_target(mlp: Mlp, given: Sequence[LinearSettings], auto: bool) -> LinearTarget:
+    """Return the target of an MLP that is pruned. Raises SurgeryError if its budget allows no width.
+
+    given: settings of its `down`. auto: whether `structure: auto` tries it.
+    """
+    chosen = (expert_settings(given) if mlp.down.experts else given)[0].model_copy(update={"groups": None})
+    config = _structure_config("pruned", chosen, auto=auto)
     sizes = tuple((mlp.down.in_,) * len(linear.roles) for linear in mlp.neurons)
-    return _with_preview(
-        LinearTarget(mlp.down, mlp.down.out, settings.keep, (config,), neurons=mlp.neurons, sizes=sizes)
-    )
+    return _with_preview(LinearTarget(mlp.down, mlp.down.out, chosen.keep, (config,), neurons=mlp.neurons, sizes=sizes))
 
 
 def _with_preview(target: LinearTarget) -> LinearTarget:
@@ -404,19 +405,29 @@ def _with_preview(target: LinearTarget) -> LinearTarget:
 def _with_pruned_mlps(
     targets: dict[str, tuple[LinearTarget, ...]], recipe: ConversionRecipe, layout: ModelLayout, model: Any
 ) -> dict[str, tuple[LinearTarget, ...]]:
-    """Return the targets with pruned MLPs in place of the linears of MLPs with `structure: auto`; {} if the candidates
-    have no `pruned`, or if no MLP can be pruned within its budget.
+    """Return the targets with pruned MLPs in place of the linears of MLPs and routed experts with `structure: auto`; {}
+    if the candidates have no `pruned`, or if no MLP can be pruned within its budget.
     """
     if not recipe.tries_pruning or recipe.speed is not None:
         return {}
     pruned, settings = dict(targets), _settings_by_path(recipe, layout)
     for mlp in prunable_mlps(layout, settings, model):
-        chosen = settings[mlp.down.path][0]
         with suppress(SurgeryError):
-            target = _mlp_target(mlp, chosen, _structure_config("pruned", chosen, auto=True))
-            pruned = {path: slices for path, slices in pruned.items() if path not in {n.path for n in mlp.neurons}}
-            pruned[mlp.down.path] = (target,)
+            pruned[mlp.down.path] = (_mlp_target(mlp, settings[mlp.down.path], auto=True),)
+            for linear in mlp.neurons:
+                pruned.pop(linear.path, None)
     return {} if pruned == targets else pruned
+
+
+def _trial_note(tried: Sequence[LinearTarget]) -> str:
+    """Return which MLPs and routed experts a trial on held-out text compares with structured linears."""
+    experts = sum(bool(target.linear.experts) for target in tried)
+    counts = {"MLPs": len(tried) - experts, "routed experts": experts}
+    what = " and ".join(f"{count} {name}" for name, count in counts.items() if count)
+    return (
+        f"structure: auto tries {what} with fewer neurons (structure pruned) too: a trial on held-out text chooses "
+        "between that and structured linears, whose numbers stand here"
+    )
 
 
 def _settings_by_path(recipe: ConversionRecipe, layout: ModelLayout) -> dict[str, list[LinearSettings]]:

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgery.architectures.linears import LinearInfo, ModelLayout
+from surgery.checkpoint.pruned_sizes import EXPERT_WIDTHS
 from surgery.core.errors import SurgeryError
 from surgery.planning.recipe import ConversionRecipe, LinearSettings, Rule
+from surgery.planning.targets import LinearTarget
 
 MLP_ROLES = ("mlp.gate", "mlp.up", "mlp.down")
 EXPERT_ROLES = ("expert.gate", "expert.up", "expert.down")
@@ -101,18 +103,68 @@ def expert_settings(settings: Sequence[LinearSettings]) -> list[LinearSettings]:
 
 
 def prunable_mlps(layout: ModelLayout, settings: Settings, model: Any) -> list[Mlp]:
-    """Return the MLPs whose linears all have `structure: auto`, and of which neurons can be removed, without routed
-    experts. settings: of the linears of the layers that are converted.
+    """Return the MLPs and routed experts whose linears all have `structure: auto`, and of which neurons can be removed.
+    Experts, which get one width, need one share. settings: of the linears of the layers that are converted.
     """
-    mlps = []
+    mlps: dict[bool, list[Mlp]] = {False: [], True: []}  # by whether they are routed experts
     for mlp in _mlps(layout, layout.layers):
-        if mlp.down.experts or any(one.structure != "auto" for linear in mlp.linears for one in settings[linear.path]):
+        if any(one.structure != "auto" for linear in mlp.linears for one in settings[linear.path]):
             continue
         with suppress(SurgeryError):
-            check_same_settings(mlp.linears, settings, "a neuron of an MLP", "mlp.*")
+            check_same_settings(mlp.linears, settings, "a neuron of an MLP", mlp.pattern)
             _check_shapes(mlp, model)
-            mlps.append(mlp)
-    return mlps
+            mlps[bool(mlp.down.experts)].append(mlp)
+    with suppress(SurgeryError):
+        check_one_share([expert_settings(settings[mlp.down.path]) for mlp in mlps[True]], "width", "experts")
+        return mlps[False] + mlps[True]
+    return mlps[False]
+
+
+def shared_width_notes(targets: Iterable[LinearTarget], layout: ModelLayout, config: Mapping[str, Any]) -> list[str]:
+    """Return a note if pruned experts make a checkpoint that needs this package, because config.json has one width for
+    them and for the shared experts beside them (DeepSeek, GLM, Llama 4).
+
+    targets: all that are replaced. There is no note if other structures, or experts of several widths, need this package
+    in any case. config: of the text model.
+    """
+    pruned = {target.linear.path: target for target in targets}
+    routed = [target for target in pruned.values() if target.linear.experts]
+    downs = {linear.path: linear.in_ for linear in layout.linears if "expert.down" in linear.roles}
+    widths = set((downs | {target.linear.path: getattr(target.preview, "width", 0) for target in routed}).values())
+    if (
+        not routed
+        or len(widths) != 1
+        or any(config.name != "pruned" for target in pruned.values() for config in target.configs)
+    ):
+        return []
+    (width,), before = widths, routed[0].in_
+    key = next((key for key in EXPERT_WIDTHS if config.get(key) == before), None)
+    if key is None or any("shared" in other and other.endswith("intermediate_size") for other in config):
+        return []
+    parents = {f"{target.linear.experts.rpartition('.')[0]}." for target in routed}
+    shared = [
+        n
+        for n in layout.linears
+        if not n.experts
+        and any(n.path.startswith(parent) for parent in parents)
+        and (n.out, n.in_ % before) == (routed[0].out, 0)
+    ]
+    given = {path: getattr(target.configs[0], "width", None) for path, target in pruned.items()}
+    is_fixed = all(given[target.linear.path] == width for target in routed)
+    if not shared or (is_fixed and all(given.get(n.path) == n.in_ // before * width for n in shared)):
+        return []
+    first = shared[0]
+    note = (
+        f"{key} in config.json is the width of the routed and of the shared experts. The recipe does not give both the "
+        "same share, so the result needs this package to load"
+    )
+    if not set(first.roles) & DOWN_ROLES:
+        return [f"{note}: structure pruned does not know the shared experts of this family ({first.path})"]
+    name, several = first.path.split(".")[-2], first.in_ // before
+    return [
+        f"{note}. For an ordinary checkpoint fix both widths: width: {width} for expert.*, and "
+        f"{{match: '*.{name}.*', structure: pruned, width: {width * several}}}"
+    ]
 
 
 def _mlps(layout: ModelLayout, layers: Iterable[str]) -> Iterator[Mlp]:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, field_validator, model_validator
 
 from surgery.architectures import ROLES
-from surgery.core.config import MAX_BYTES, check_layer_range, is_layer_selected, read_yaml
+from surgery.core.config import MAX_BYTES, check_layer_range, is_layer_selected, read_yaml, section_keys
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.planning.attention_recipe import AttentionRecipe
 from surgery.planning.depth_recipe import DepthRecipe
@@ -243,8 +243,9 @@ class ConversionRecipe(_StrictModel):
         if not value:
             raise SurgeryError("calibration: name at least one text, for example [code.txt, english.txt]")
         texts = tuple({"path": one} if isinstance(one, str) else one for one in value)
-        is_one = len(texts) == 1 and isinstance(texts[0], dict) and isinstance(texts[0].get("path"), str)
-        return texts[0]["path"] if is_one else texts
+        (only, *others), known = texts, CalibrationText.model_fields.keys()
+        is_one = not others and isinstance(only, dict) and only.keys() <= known and isinstance(only.get("path"), str)
+        return only["path"] if is_one else texts
 
     @field_validator("candidates")
     @classmethod
@@ -352,7 +353,7 @@ class ConversionRecipe(_StrictModel):
 
     @property
     def tries_pruning(self) -> bool:
-        """Whether `structure: auto` also compares MLPs with fewer neurons."""
+        """Whether `structure: auto` also compares MLPs and routed experts with fewer neurons."""
         return "pruned" in self.candidates
 
     @property
@@ -491,7 +492,7 @@ def _explain_error(error: Any, data: dict[str, Any]) -> str:
         if ":" in key and error["input"] is None:  # {model:2} is a key without a value in YAML
             name, _, value = key.partition(":")
             return f"unknown key {_dotted_path(loc)!r}; write a space behind the colon: {name}: {value}"
-        return f"unknown key {_dotted_path(loc)!r}{suggestion(key, (Rule if len(loc) > 1 else ConversionRecipe).model_fields)}"
+        return f"unknown key {_dotted_path(loc)!r}{suggestion(key, section_keys(ConversionRecipe, loc))}"
     for depth, key in enumerate(loc):
         path = _dotted_path(loc[: depth + 1])
         if expected := EXPECTED_VALUES.get(path) or EXPECTED_VALUES.get(key):
@@ -500,8 +501,8 @@ def _explain_error(error: Any, data: dict[str, Any]) -> str:
 
 
 def _dotted_path(loc: list[Any]) -> str:
-    # Keys are lower-case; pydantic adds the class of each alternative (TuneRecipe), which is no key.
-    return ".".join(str(key) for key in loc if not str(key)[:1].isupper())
+    # Keys are lower-case; pydantic adds the type of each alternative (TuneRecipe, tuple[..]), which is no key.
+    return ".".join(str(key) for key in loc if not str(key)[:1].isupper() and "[" not in str(key))
 
 
 def _value_at(data: Any, loc: list[Any]) -> Any:

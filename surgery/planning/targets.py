@@ -231,9 +231,9 @@ class Plan:
     the calibration inputs do not reach them. model_params: parameters of the whole model, a tied pair counted once.
     untied_params: those that are stored twice after the conversion, because a tied weight is replaced. time: what the
     replaced linears may take, with `speed`. dtype: in which the model loads. pruned_targets: what a trial on held-out
-    text compares with `targets`: the same with MLPs of fewer neurons; {} if there is nothing to compare. depth: the
-    layers that are removed first, with `depth`; experts: the routed experts that are removed first, with `experts`; all
-    else is then of the model without them.
+    text compares with `targets`: the same with MLPs and routed experts of fewer neurons; {} if there is nothing to
+    compare. depth: the layers that are removed first, with `depth`; experts: the routed experts that are removed first,
+    with `experts`; all else is then of the model without them.
     """
 
     source: str
@@ -260,12 +260,22 @@ class Plan:
         return self.depth or self.experts
 
     def contenders(self) -> dict[str, Plan]:
-        """Return the plans that a trial compares: "pruned", if there is one with MLPs of fewer neurons, and
-        "linears".
+        """Return the plans that a trial compares: with fewer neurons ("pruned"), if there are MLPs or routed experts to
+        prune, with fewer neurons in one of the two ("pruned_mlps", "pruned_experts"), if there are both, and "linears".
         """
+        changed = [target for slices in self.pruned_targets.values() for target in slices if target.neurons]
         plans = {"pruned": self.pruned_targets} if self.pruned_targets else {}
+        if len({bool(target.linear.experts) for target in changed}) > 1:
+            for name, experts in (("pruned_mlps", False), ("pruned_experts", True)):
+                others = [target for target in changed if bool(target.linear.experts) is not experts]
+                plans[name] = self._with_linears({linear.path for target in others for linear in target.all_linears})
         plans["linears"] = self.targets
         return {name: replace(self, targets=some, pruned_targets={}) for name, some in plans.items()}
+
+    def _with_linears(self, paths: Collection[str]) -> dict[str, tuple[LinearTarget, ...]]:
+        """Return `pruned_targets` with the targets of some linears as in `targets`."""
+        chosen = {path: self.targets if path in paths else self.pruned_targets for path in self.targets}
+        return {path: some[path] for path, some in chosen.items() if path in some}
 
     def keep_targets(self, reached: Collection[str], **changes: Any) -> Plan:
         """Return the plan with the targets of the linears `reached` alone, by path, and with other changes."""

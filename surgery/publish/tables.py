@@ -19,6 +19,7 @@ from surgery.planning.depth import number_ranges
 from surgery.publish.ratios import before_storage, format_ratio, perplexity_ratio
 from surgery.publish.summary import NOT_REPLACED, describe_structure, inspect_rows, is_behind_mixer, is_dense
 
+ROUNDING = 1e-4  # the largest change of the logits, relative to the largest one, that is taken for rounding in float32
 LONG_TUNING = (
     3600.0  # estimated seconds beyond which a plan and the start of a conversion say how to shorten the tuning
 )
@@ -310,6 +311,7 @@ def inspect_table(report: dict[str, Any]) -> list[Any]:
     linears = [table, error_note, *expert_lines(report["modules"])] if rows else [escape(report["source"]["name"])]
     mixers = [
         *mixer_tables(report.get("mixer_rows", []), report),
+        *level_weight_lines(report.get("native")),
         *map(escape, training_kernel_lines(report.get("training_kernels", []))),
         *map(escape, hybrid_lines(report.get("hybrid"))),
         *map(escape, initialization_lines(report.get("mixers", []))),
@@ -341,6 +343,20 @@ def kept_expert_lines(report: dict[str, Any]) -> list[str]:
     if score := experts.get("held_out"):
         line += f"; {escape(score['unit'])} on held-out text {score['original']:.3f} -> {score['converted']:.3f}"
     return [line]
+
+
+def level_weight_lines(native: dict[str, Any] | None) -> list[str]:
+    """Return a line on the change of the logits by level weights at conversion, with a warning if it is no rounding.
+
+    native: the report's entry.
+    """
+    if not native:
+        return []
+    more = ". That is more than rounding: convert again with a version of transformers that surgery was tested with (README.md)"
+    return [
+        f"level weights of 1, at conversion: logits of {native['tokens']} random tokens changed by up to "
+        f"{native['change']:.1e} of the largest logit{more if native['change'] > ROUNDING else ''}"
+    ]
 
 
 def depth_lines(report: dict[str, Any]) -> list[str]:
@@ -403,6 +419,7 @@ STEPS = {
     "depth": "choice of layers",
     "experts": "choice of experts",
     "attention": "choices about attention",
+    "level weights": "check of the level weights",
     "budgets": "allocation",
     "layers": "layers",
     "tune": "tuning",

@@ -185,7 +185,7 @@ def parse_healing_recipe(data: dict[str, Any], where: str = "recipe") -> Healing
     try:
         recipe = HealingRecipe.model_validate(data)
     except ValidationError as error:
-        raise validation_error(error, where, [*HealingRecipe.model_fields, "common", "tiny"]) from None
+        raise validation_error(error, where, HealingRecipe, ("common", "tiny")) from None
     for stage in recipe.stages:
         _check_rows(stage, stage_data_config(recipe, stage), where)
     return recipe
@@ -220,7 +220,7 @@ def stage_data_config(recipe: HealingRecipe, stage: StageConfig) -> DataConfig |
     try:
         config = DataConfig.model_validate(both if both.get("generated") else {"sources": ".", **both})
     except ValidationError as error:
-        raise validation_error(error, f"stage {stage.kind}: data", DataConfig.model_fields) from None
+        raise validation_error(error, f"stage {stage.kind}: data", DataConfig) from None
     return config if both.get("sources") or both.get("generated") else None
 
 
@@ -236,7 +236,7 @@ def _parse_stage(data: Any, common: dict[str, Any], where: str) -> StageConfig:
     try:
         return config_type.model_validate(deep_merge(shared, data))
     except ValidationError as error:
-        raise validation_error(error, where, config_type.model_fields) from None
+        raise validation_error(error, where, config_type) from None
 
 
 def _healing_folder() -> Path:

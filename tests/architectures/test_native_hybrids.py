@@ -13,6 +13,7 @@ from surgery.architectures.linears import find_linears
 from surgery.checkpoint.meta_model import config_object
 from surgery.core.errors import SurgeryError
 from surgery.modeling.cache import MixedCacheLayer
+from surgery.modeling.cache_io import save_cache
 
 MAMBA2 = ["mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"]
 
@@ -87,6 +88,13 @@ def test_both_states_go_on_from_call_to_call(mixed):
     token_B1 = ids_BT[:, -1:]
     straight = mixed(token_B1, past_key_values=cache).logits
     assert torch.equal(mixed(token_B1[rows], past_key_values=swapped).logits, straight[rows])
+
+
+def test_both_states_are_not_saved_to_a_file(mixed, tmp_path):
+    cache = mixed(torch.tensor([[5, 6, 7]]), use_cache=True).past_key_values
+    with pytest.raises(SurgeryError, match="layer 0 of the cache is a MixedCacheLayer"):
+        save_cache(cache, tmp_path / "cache.safetensors")
+    assert not list(tmp_path.iterdir())
 
 
 def test_tokens_cannot_be_removed_from_both(mixed):

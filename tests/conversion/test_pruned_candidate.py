@@ -1,4 +1,6 @@
-"""`pruned` among the candidates of `structure: auto`: a trial on held-out text chooses what becomes of the MLPs."""
+"""`pruned` among the candidates of `structure: auto`: a trial on held-out text chooses what becomes of the MLPs, and of
+routed experts.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ import json
 import pytest
 import torch
 from helpers import killing
+from helpers.narrowed import load
 from helpers.small import FAMILIES, make_recipe, model_outputs, relative, tiny_inputs
+from helpers.small_experts import write_experts
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -36,6 +40,29 @@ def structures(report: dict) -> set[str]:
     return {r["structure"]["structure"] for r in report["modules"] if any("mlp" in role for role in r["roles"])}
 
 
+def make_low_rank(mlp) -> None:
+    """Give an MLP linears of rank 4 with neurons far from linear, which are all in use and decide the loss."""
+    for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        u, s, v = torch.linalg.svd(linear.weight.data, full_matrices=False)
+        linear.weight.data = 10 * (u[:, :4] * s[:4]) @ v[:4]
+
+
+def leave_experts_idle(model, transposed: bool = False) -> None:
+    """Leave half of the neurons of every routed expert in use. transposed: down is stored as (E, F, D)."""
+    for name, down in model.named_parameters():
+        if name.endswith("experts.down_proj"):
+            neurons = (down.data if transposed else down.data.mT) * 30
+            neurons[:, 1::2] *= 1e-4
+            down.data = neurons if transposed else neurons.mT
+
+
+def write_own_text(model, folder) -> str:
+    """Write rows that a model sampled, so that changes of the model raise the loss on them."""
+    rows = sample_continuations(model.eval(), torch.arange(48)[:, None], 31, seed=0)
+    save_file({"input_ids": rows}, folder / "own.safetensors")
+    return str(folder / "own.safetensors")
+
+
 @pytest.mark.parametrize("allocate", ["measured", "uniform"])
 def test_pruned_mlps_are_kept_where_they_win(allocate, idle_neurons, calibration, tmp_path):
     recipe = {**AUTO, "allocate": allocate}
@@ -56,20 +83,15 @@ def test_pruned_mlps_are_kept_where_they_win(allocate, idle_neurons, calibration
 
 
 def test_structured_linears_are_kept_where_they_win(checkpoints, tmp_path):
-    """MLPs of low rank, whose neurons are all in use: the result is that of the recipe without the candidate. The
-    calibration text is the model's own, so that changes of the model raise the loss on it.
-    """
+    """MLPs of low rank, whose neurons are all in use: the result is that of the recipe without the candidate."""
     model = AutoModelForCausalLM.from_pretrained(checkpoints("llama"), dtype=torch.float32)
     for layer in model.model.layers:
-        for linear in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
-            u, s, v = torch.linalg.svd(linear.weight.data, full_matrices=False)
-            linear.weight.data = 10 * (u[:, :4] * s[:4]) @ v[:4]  # neurons far from linear, MLPs that decide the loss
+        make_low_rank(layer.mlp)
     model.lm_head.weight.data *= 10
     model.save_pretrained(tmp_path / "low")
-    rows = sample_continuations(model.eval(), torch.arange(48)[:, None], 31, seed=0)
-    save_file({"input_ids": rows}, tmp_path / "own.safetensors")
+    own = write_own_text(model, tmp_path)
     for name, candidates in (("out", AUTO["candidates"]), ("other", ["low_rank", "btt"])):
-        recipe = make_recipe(**{**AUTO, "candidates": candidates}, calibration=tmp_path / "own.safetensors")
+        recipe = make_recipe(**{**AUTO, "candidates": candidates}, calibration=own)
         report = convert(str(tmp_path / "low"), recipe, tmp_path / name)
         assert report["allocation"].get("mlps", {}).get("kept") == {"out": "linears"}.get(name)
     found, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "other"))
@@ -98,6 +120,60 @@ def test_every_family_is_planned(family, checkpoints):
     assert plan["targets"] == without["targets"] and plan["totals"] == without["totals"]
     pruned = surgery.plan(str(checkpoints(family)), {"structure": "pruned", "multiple": 8, "keep": 0.5})
     assert len(notes) == bool([row for row in pruned["rows"] if "pruned" in row["structure"]])
+
+
+# -- routed experts ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_pruned_experts_are_kept_where_they_win(kind, tmp_path):
+    """Experts of which half of the neurons are in use: all get one width, and the attention shares the budget."""
+    source, model = tmp_path / "idle", load(write_experts(kind, tmp_path / "idle"))
+    leave_experts_idle(model, transposed=kind == "gpt_oss")
+    model.lm_head.weight.data *= 10
+    model.save_pretrained(source)
+    own = write_own_text(model, tmp_path)
+    report = surgery.convert(str(source), {**AUTO, "multiple": 4}, tmp_path / "out", calibration=own)
+    mlps = report["allocation"]["mlps"]
+    assert mlps["kept"] == "pruned" and mlps["pruned"]["converted"] < mlps["linears"]["converted"]
+    experts = [r["structure"] for r in report["modules"] if any("expert" in role for role in r["roles"])]
+    assert {one["structure"] for one in experts} == {"pruned"} and len({one["width"] for one in experts}) == 1
+    assert report["totals"]["kept"] <= 0.5
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["intermediate_size"] == experts[0]["width"]
+    table = config.get("quantization_config", {"modules": {}})["modules"]
+    assert not any(".experts." in path for path in table), "one width is in the family's own key"
+    outputs = model_outputs(load(tmp_path / "out"), tiny_inputs("llama", 3, seed=2))
+    assert bool(outputs.isfinite().all())
+
+
+def test_mlps_and_experts_are_chosen_apart(tmp_path):
+    """Idle neurons in the routed experts beside shared ones of low rank. A trial compares both with fewer neurons, either,
+    and neither; the report and a line name the losses, and the report can be read.
+    """
+    model = load(write_experts("qwen2_moe", tmp_path / "source"))
+    leave_experts_idle(model)
+    for layer in model.model.layers:
+        make_low_rank(layer.mlp.shared_expert)
+    model.lm_head.weight.data *= 10
+    model.save_pretrained(tmp_path / "source")
+    recipe = {**AUTO, "multiple": 4, "allocate": "uniform"}
+    own = write_own_text(model, tmp_path)
+    report = surgery.convert(str(tmp_path / "source"), recipe, tmp_path / "out", calibration=own)
+    mlps = report["allocation"]["mlps"]
+    losses = {name: mlps[name]["converted"] for name in ("pruned", "pruned_mlps", "pruned_experts", "linears")}
+    assert mlps["kept"] == "pruned_experts" and losses["pruned_experts"] == min(losses.values())
+    kinds = {kind: set() for kind in ("expert", "mlp", "attention", "head")}
+    for record in report["modules"]:
+        kinds[record["roles"][0].partition(".")[0]].add(record["structure"]["structure"])
+    assert kinds["expert"] == {"pruned"} and "pruned" not in kinds["mlp"]
+    first, *_ = allocation_lines(report["allocation"])
+    assert all(words in first for words in ("fewer neurons in MLPs", "fewer neurons in experts", "structured linears"))
+    assert surgery.inspect(tmp_path / "out")["checks"]["as_reported"]
+
+
+def test_experts_of_different_shares_are_not_compared(experts):
+    rules = [{"match": "expert.*", "layers": "1:", "keep": 0.7}]
+    plan = surgery.plan(str(experts("qwen2_moe")), {**AUTO, "multiple": 4, "rules": rules})
+    assert any("tries 2 MLPs with fewer neurons" in note for note in plan["notes"])
 
 
 def test_a_rule_for_one_linear_of_an_mlp_leaves_the_mlp_out(checkpoints):

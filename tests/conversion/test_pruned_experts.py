@@ -72,6 +72,7 @@ def test_the_widths_of_the_plan_are_those_of_the_result(kind, experts, tmp_path)
     widths = {record["structure"]["width"] for record in pruned_records(report)}
     assert len(widths) == 1 and [row["role"] for row in plan["rows"]] == ["expert.gate + expert.up + expert.down"]
     assert plan["totals"]["params_after"] == report["totals"]["replaced_params_after"]
+    assert any("so the result needs this package" in note for note in plan["notes"]) == (kind in ONE_KEY)
     stored = sum(t.numel() for t in load_file(out / "model.safetensors").values())
     assert report["totals"]["params_after"] == stored
     assert bool(model_outputs(load(out), tiny_inputs("llama", 2, seed=2)).isfinite().all())
@@ -97,10 +98,18 @@ def test_the_result_is_an_ordinary_checkpoint(experts, inputs, tmp_path):
     check_stock(tmp_path, kinds, ["llama"] * len(kinds))
 
 
-def test_shared_experts_of_the_same_key_are_pruned_with_them(experts, tmp_path):
-    """DeepSeek's config has one width for both; both get it, or the table says which."""
-    rules = [{**EXPERTS, "width": 12}, {"match": "*shared_experts*", "structure": "pruned", "width": 12}]
-    convert(str(experts("deepseek_v3")), make_recipe(structure="dense", rules=rules), tmp_path / "out")
+def test_shared_experts_of_the_same_key_are_pruned_with_them(tmp_path):
+    """DeepSeek's config has one width for both; both get it, or the table says which. The plan's note says how."""
+    source = str(write_experts("deepseek_v3", tmp_path / "source", n_shared_experts=2))
+    routed = {**EXPERTS, "width": 12}
+    (note,) = surgery.plan(source, {"structure": "dense", "rules": [routed]})["notes"]
+    assert "needs this package" in note and "{match: '*.shared_experts.*', structure: pruned, width: 24}" in note
+    shared = {"match": "*.shared_experts.*", "structure": "pruned", "width": 24}
+    assert not surgery.plan(source, {"structure": "dense", "rules": [routed, shared]})["notes"]
+    chosen = {"width": "uniform", "multiple": 4}  # by the budget, which may give the two other shares
+    for rules in ([routed, {**shared, "width": 12}], [routed, {**shared, **chosen}], [{**routed, **chosen}, shared]):
+        assert surgery.plan(source, {"structure": "dense", "keep": 0.5, "rules": rules})["notes"] == [note]
+    convert(source, make_recipe(structure="dense", rules=[routed, shared]), tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["moe_intermediate_size"] == 12 and "quantization_config" not in config
     assert bool(model_outputs(load(tmp_path / "out"), tiny_inputs("llama", 2, seed=2)).isfinite().all())

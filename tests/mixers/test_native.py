@@ -12,18 +12,22 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import killing
 from helpers.tiny_families import TINY_FAMILIES
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import surgery
 from surgery.architectures.native import GATED_DELTA, MAMBA2, native_core, native_paths
+from surgery.cli.main import main
+from surgery.conversion.convert import convert
 from surgery.core.errors import SurgeryError
 from surgery.mixers.native import NativeInputs, NativeMixer
 from surgery.mixers.native_config import Native
 from surgery.modeling.cache import CACHE_NAME, record_past
 from surgery.modeling.native import add_level_weights, gated_delta_core, install_native, mamba2_core, no_fused_layer
 from surgery.modeling.native_cache import NativeCacheLayer
+from surgery.planning.recipe import load_recipe
 from surgery.structures import StructuredLinear
 from surgery.training.optim import select_parameters
 
@@ -139,7 +143,9 @@ def test_random_weights_follow_the_definition(name: str, config: Native) -> None
 
 
 def test_cores_take_what_the_library_takes() -> None:
-    """At lambda = 1 each core returns the output of the library's function, with shared keys and clamped steps."""
+    """At lambda = 1 each core returns the output of the library's function, with shared keys and clamped steps. Keys of
+    Gated DeltaNet are repeated for the library, which takes shared ones in some versions only.
+    """
     from transformers.models.mamba2 import modeling_mamba2
     from transformers.models.qwen3_next import modeling_qwen3_next
 
@@ -155,7 +161,8 @@ def test_cores_take_what_the_library_takes() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 20, 2, 8), torch.randn(2, 20, 2, 8), torch.randn(2, 20, 4, 6)
     g, beta = -F.softplus(torch.randn(2, 20, 4)), torch.rand(2, 20, 4)
-    expected, _ = modeling_qwen3_next.torch_chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
+    own = [x.repeat_interleave(2, dim=2) for x in (q, k)]
+    expected, _ = modeling_qwen3_next.torch_chunk_gated_delta_rule(*own, v, g, beta, use_qk_l2norm_in_kernel=True)
     found, state = gated_delta_core(q, k, v, g=g, beta=beta, surgery=Call(), initial_state=None)
     assert state is None and relative(found, expected) < 1e-5
     dt, decay, skip = torch.randn(2, 20, 4), -torch.rand(4) - 0.1, torch.randn(4)
@@ -359,7 +366,8 @@ def test_converted_folders(name: str, tmp_path) -> None:
     source, out, saved = (tmp_path / part for part in ("source", "out", "saved"))
     model, ids = tiny_model(name), token_ids()
     model.save_pretrained(source)
-    surgery.convert(source, "upgrade-log-linear", out, quiet=True)
+    report = surgery.convert(source, "upgrade-log-linear", out, quiet=True)
+    assert report["native"]["change"] < 1e-5
     loaded = AutoModelForCausalLM.from_pretrained(out).eval()
     assert relative(logits(loaded, ids), logits(model, ids)) < 2e-5
     assert all(isinstance(loaded.get_submodule(path).mixer, NativeMixer) for path in native_paths(loaded))
@@ -392,12 +400,51 @@ def test_plan_inspect_and_apply_agree(tmp_path) -> None:
         assert report["checks"]["as_reported"]
         assert report["mixer_rows"][0]["paths"] == native_paths(model)
         assert report["mixer_rows"][0]["cache_bytes"]["65536"][0] == state
+        assert 0 < report["native"]["change"] < 1e-5 and report["native"]["tokens"] == 256  # four blocks
     applied.save_pretrained(tmp_path / "applied")
     written = tensors_in(tmp_path / "out")
     assert tensors_in(tmp_path / "applied").keys() == written.keys()
     surgery.densify(applied)
     assert not any("level" in name for name, _ in applied.named_parameters())
     assert relative(logits(applied, token_ids()), logits(tiny_model("mamba2"), token_ids())) == 0
+
+
+@pytest.mark.parametrize(
+    "recipe", ["upgrade-log-linear", {"structure": "low_rank", "keep": 0.5, "native": {"block": 16}}]
+)
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_the_change_of_the_logits_is_measured_at_conversion(recipe, factor, tmp_path, monkeypatch, capsys) -> None:
+    """inspect prints the change by the level weights alone, beside structured linears too, and warns if it is no rounding.
+    A report that was edited is refused.
+    """
+    weights = NativeMixer.level_weights
+    monkeypatch.setattr(NativeMixer, "level_weights", lambda self, x_BTD: factor * weights(self, x_BTD))
+    tiny_model("qwen3_5").save_pretrained(tmp_path / "source")
+    surgery.convert(tmp_path / "source", recipe, tmp_path / "out", quiet=True)
+    with pytest.raises(SystemExit, match="0"):
+        main(["inspect", str(tmp_path / "out")])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "level weights of 1, at conversion: logits of" in shown and "of the largest logit" in shown
+    assert ("That is more than rounding" in shown) == (factor > 1)
+    path = tmp_path / "out" / "surgery_report.json"
+    report = json.loads(path.read_text())
+    assert (report["native"]["change"] < 1e-5) == (factor == 1)
+    path.write_text(json.dumps({**report, "native": {**report["native"], "change": -1.0}}))
+    with pytest.raises(SurgeryError, match=r"native\.change: input should be greater than or equal to 0"):
+        surgery.inspect(tmp_path / "out")
+
+
+def test_killed_and_resumed_to_the_same_bytes(tmp_path) -> None:
+    """The change is measured once: a resumed conversion reads it from the journal, and draws the same numbers."""
+    tiny_model("mamba2").save_pretrained(tmp_path / "source")
+    recipe = load_recipe("upgrade-log-linear")
+    whole, *resumed = killing.convert_with_kills(
+        lambda out, resume: convert(str(tmp_path / "source"), recipe, out, resume=resume), tmp_path, kills=2
+    )
+    change = json.loads((whole / "surgery_report.json").read_text())["native"]
+    for out in resumed:
+        assert json.loads((out / "surgery_report.json").read_text())["native"] == change
+        assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
 def test_trained_level_weights_stay(tmp_path) -> None:

@@ -57,13 +57,19 @@ def test_prompts_in_pieces_of_48_tokens(name, source, tmp_path):
         check_equal(generate(llm, prompts, TOKENS), apart(expected, out, prompts, TOKENS))
 
 
+def check_cached_prefixes(llm, out: Path, prompts: list[list[int]]) -> list:
+    """Check the tokens of prompts that come twice, the second time with cached prefixes; return the second outputs."""
+    wanted = apart(expected, out, prompts, TOKENS)
+    check_equal(generate(llm, prompts, TOKENS), wanted)
+    again = generate(llm, prompts, TOKENS)
+    check_equal(again, wanted)
+    return again
+
+
 def test_cached_prefixes_are_hit_and_exact(hybrid):
     prompts = ragged_prompts(**LONG)
-    wanted = apart(expected, hybrid, prompts, TOKENS)
     with engine(hybrid, enable_prefix_caching=True) as llm:
-        check_equal(generate(llm, prompts, TOKENS), wanted)
-        again = generate(llm, prompts, TOKENS)
-        check_equal(again, wanted)
+        again = check_cached_prefixes(llm, hybrid, prompts)
         assert min(output.num_cached_tokens for output in again) >= 128
         check_equal(
             generate(llm, [prompt[:-2] for prompt in prompts], 4), apart(expected, hybrid, [p[:-2] for p in prompts], 4)
@@ -135,11 +141,8 @@ def test_windows_are_vllm_s_own(windows):
 
 
 def test_cached_prefixes_of_windows_are_exact(windows):
-    prompts = ragged_prompts(**LONG)
-    wanted = apart(expected, windows, prompts, TOKENS)
     with engine(windows, enable_prefix_caching=True) as llm:
-        check_equal(generate(llm, prompts, TOKENS), wanted)
-        check_equal(generate(llm, prompts, TOKENS), wanted)
+        check_cached_prefixes(llm, windows, ragged_prompts(**LONG))
 
 
 def test_states_and_windows_in_one_model(hybrid, tmp_path):

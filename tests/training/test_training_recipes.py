@@ -57,6 +57,8 @@ def test_numbers_as_people_write_them():
         ({"stages": [{"tokens": 1}]}, "mapping with a kind, one of align, .*distill"),
         ({"stages": [{**ONE, "kind": "distil"}]}, "did you mean 'distill'"),
         ({"stages": [{**ONE, "lenght": 3}]}, "unknown key 'lenght'; did you mean 'length'"),
+        ({"stages": [{**ONE, "schedule": {"flor": 0}}]}, "unknown key 'schedule.flor'; did you mean 'floor'"),
+        ({"stages": [ONE], "guard": {"xyz": 3}}, "unknown key 'guard.xyz'; valid: .*patience"),
         ({"stages": [{"kind": "lm", "tokens": "20M"}]}, "rate is missing"),
         ({"stages": [ONE], "common": {"bach": 3}}, "common has 'bach'"),
         ({"stages": [ONE], "precision": "fp8"}, "precision"),

@@ -168,7 +168,7 @@ class DataConfig(_FrozenModel):
         try:
             return task_type.model_validate(value)
         except ValidationError as error:
-            raise validation_error(error, "data.generated", task_type.model_fields) from None
+            raise validation_error(error, "data.generated", task_type) from None
 
     @field_validator("sources", "validation", mode="before")
     @classmethod

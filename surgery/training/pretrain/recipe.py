@@ -74,7 +74,7 @@ def parse_pretrain_recipe(data: dict[str, Any], where: str = "recipe") -> Pretra
     try:
         new = NewModelConfig.model_validate(model_keys)
     except ValidationError as error:
-        raise validation_error(error, where, NewModelConfig.model_fields) from None
+        raise validation_error(error, where, NewModelConfig) from None
     if not isinstance(new.model.get("model_type"), str):
         raise SurgeryError(
             f"{where}: model must have a model_type, for example model: {{model_type: gpt2, n_embd: 256}}"
