@@ -37,6 +37,10 @@ atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=Tru
 # that load a checkpoint's weights, all but one find none ("Invalid thread pool!").
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
 
+# A file that was written survives the end of a process without this, and no test ends the machine. Thousands of waits for
+# the disk take minutes.
+os.fsync = lambda _: None
+
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 

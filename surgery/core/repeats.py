@@ -31,3 +31,17 @@ def repeated(times: float) -> Iterator[None]:
         yield
     finally:
         _times.reset(token)
+
+
+def sampled_steps(count: int, is_meta: bool) -> Iterator[int]:
+    """Yield the steps 0, .., count - 1 of a loop; on the meta device its first and its last step alone.
+
+    Each of these two stands for half of the steps. That is exact where the work of a step is a linear function of its
+    number.
+    """
+    if not is_meta or count <= 2:
+        yield from range(count)
+        return
+    for step in (0, count - 1):
+        with repeated(count / 2):
+            yield step

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from surgery.core.dispatch import dispatched_by
 from surgery.core.errors import SurgeryError
+from surgery.core.repeats import sampled_steps
 from surgery.structures import linalg
 from surgery.structures.base import (
     STRUCTURES,
@@ -411,7 +412,7 @@ def sweep(
     gap_bacd = target_baI.view(b, a, c, d) - torch.einsum("cdbs,bcsa->bacd", right_cdbs, left_bcsa)
     square = inner_product(ec_baI if g_baa is None else g_baa @ ec_baI, gap_bacd.flatten(-2))
     gained = ec_baI.new_zeros((), dtype=torch.float64)
-    for j in range(c):
+    for j in sampled_steps(c, c_II.is_meta):
         here, later = slice(j * d, (j + 1) * d), slice((j + 1) * d, None)
         left_bas = left_bacs[:, :, j]
         weighted_bsa = left_bas.mT if g_baa is None else left_bas.mT @ g_baa
@@ -463,7 +464,7 @@ def joint_sweep(
         left_bcsa += length * direction_baX.view(b, a, c, s).permute(0, 2, 3, 1)
         slope_XI -= length * image_XI
         gradient_baX, previous, square = gradient_baX - length * image_baX, size, square - length * size
-    for j in range(c):
+    for j in sampled_steps(c, c_II.is_meta):
         here, later = slice(j * d, (j + 1) * d), slice((j + 1) * d, None)
         left_bas = left_bcsa[:, j].mT
         gradient_bsd = left_bas.mT @ slope_XI[:, here].view(b, a, d)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,6 @@ from transformers import AutoConfig
 
 from surgery.checkpoint.model_classes import model_class
 from surgery.conversion.convert import convert
-
-
-@pytest.fixture(autouse=True)
-def without_flushes(monkeypatch):
-    """Half of the time of a tiny conversion is spent in flushing files to the disk."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 def convert_half(name: str, source: Path, converted: Path) -> Any:

@@ -19,6 +19,7 @@ import surgery
 from surgery.checkpoint.safetensors_io import DTYPES, read_header
 from surgery.checkpoint.source import CheckpointSource
 from surgery.conversion.convert import convert
+from surgery.core.device import fast_float32_matmul
 from surgery.core.errors import SurgeryError
 from surgery.core.files import partial_path
 from surgery.core.journal import Journal
@@ -425,6 +426,17 @@ def test_hidden_states_spill_to_disk_with_the_same_result(deep, tmp_path, monkey
     monkeypatch.setattr(stream.LayerRunner.__init__, "__kwdefaults__", defaults)
     convert(str(source), recipe, tmp_path / "spilled", device="cpu")
     assert bytes_of(tmp_path / "kept") == bytes_of(tmp_path / "spilled")
+
+
+@pytest.mark.parametrize(
+    ("device", "params", "used"), [("cpu", 2**20, True), ("cpu", 2**16, False), ("cuda", 2**20, False)]
+)
+def test_onednn_computes_the_products_of_all_but_tiny_models(device, params, used, monkeypatch):
+    """Its products have float32 accuracy here; the precision of the caller comes back."""
+    monkeypatch.setattr("surgery.core.device._reduced_precision_is_exact", lambda: True)
+    with fast_float32_matmul(torch.device(device), params):
+        assert torch.get_float32_matmul_precision() == ("medium" if used else "highest")
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 # -- a journal that a stranger wrote ---------------------------------------------------------------

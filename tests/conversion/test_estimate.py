@@ -5,7 +5,7 @@ conversion.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -71,6 +71,20 @@ def test_sweeps_and_tokens_add_work(config):
     assert six.moments[0].products == 2 * one.moments[0].products
     assert six.dense == one.dense == 4 * 64 * 32
     assert count_projection(target, "cpu")[0].roots > 0
+
+
+@pytest.mark.parametrize("full_gram", [True, False])
+def test_two_steps_of_a_sweep_stand_for_its_loop_over_column_blocks(full_gram, monkeypatch):
+    from surgery.conversion.estimation import fits
+    from surgery.structures import btt
+
+    task = FitTask(bare_target(LinearTarget(INFO, 64, 0.5, (BTT((4, 8)),))), full_gram, False)
+    stage, steps = StageTask((task,), "cpu", 256, 64, 64, 1, 0, True, 2, 0.01, 0), []
+    sampled = fits._count_stage.__wrapped__(stage)
+    monkeypatch.setattr(btt, "sampled_steps", lambda count, is_meta: steps.append(count) or range(count))
+    whole = fits._count_stage.__wrapped__(stage)
+    assert 8 in steps and whole.peak == sampled.peak
+    assert astuple(sampled.fits[0]) == pytest.approx(astuple(whole.fits[0]), rel=1e-12)
 
 
 def test_rows_are_divided_as_in_a_conversion():

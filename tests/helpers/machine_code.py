@@ -100,7 +100,7 @@ def disassemble(cubin: bytes) -> str:
         file.write(cubin)
         file.flush()
         tool = triton.knobs.nvidia.nvdisasm.path
-        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([tool, "-c", "-ndf", file.name], capture_output=True, text=True, check=True).stdout
 
 
 class FakeHopperDriver:

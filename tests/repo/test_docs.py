@@ -1,7 +1,7 @@
 """Tests of the documentation: the ```bash and ```python blocks of every page run in order, in a folder per page.
 
 A python block whose first line is `# NAME.py` is a file: it is saved in that folder instead. In that folder `SRC` is
-the first layers of the embedded checkpoint, `DATA` is the miniature mirror of data sets, and calibration.txt and
+the first layers, heads and columns of the embedded checkpoint, `DATA` is the miniature mirror of data sets, and calibration.txt and
 heldout.txt are the first characters of the embedded texts. Pages in NEED_OUT also find a converted checkpoint, `OUT`.
 Blocks marked
 ```console are not run; the pages of docs/measurements/ contain no others.
@@ -47,9 +47,10 @@ NEED_OUT = {
     "speculation.md",
 }
 TEXTS = ("calibration.txt", "heldout.txt")
-# Enough to run every command, in little time: layers of the checkpoint, tokens that it reads, and of each text over two
+# Enough to run every command, in little time: sizes of the checkpoint, tokens that it reads, and of each text over two
 # windows of them.
 LAYERS, POSITIONS, CHARACTERS = 4, 640, 6_500
+HALVED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 EMBEDDED = Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
 
@@ -77,8 +78,14 @@ def source(tmp_path_factory):
     shutil.copytree(EMBEDDED, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__", "training_log.json", *TEXTS))
     config = json.loads((folder / "config.json").read_text())
     more = tuple(f"model.layers.{n}." for n in range(LAYERS, config["num_hidden_layers"]))
-    kept = {k: v for k, v in load_file(folder / "model.safetensors").items() if not k.startswith(more)}
+    words = config["vocab_size"]
+    kept = {
+        name: tensor[tuple(slice(n if n == words else n // 2) for n in tensor.shape)].contiguous()
+        for name, tensor in load_file(folder / "model.safetensors").items()
+        if not name.startswith(more)
+    }
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    config |= {key: config[key] // 2 for key in HALVED}
     config |= {"num_hidden_layers": LAYERS, "max_position_embeddings": POSITIONS}
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -8,10 +8,7 @@ module.
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -61,24 +58,32 @@ def pages() -> list[Path]:
     return [path for path in (*top, *sorted(found), *sorted(recipes)) if "mirror" not in path.parts]
 
 
-def python_prose(source: str) -> Iterator[str]:
-    """Docstrings, comments, and strings that name a file of the docs, of the recipes or of the package."""
+@cache
+def read_code(path: Path) -> tuple[str, set[str]]:
+    """Return the prose of a Python file and the identifiers in it.
+
+    Prose: docstrings, comments (all that follows a #, in strings too), and strings that name a file of the docs, of the
+    recipes or of the package. Identifiers: names, and the words of strings of one line.
+    """
+    source = path.read_text(encoding="utf-8")
+    parts, names = re.findall("#.*", source), {path.stem}
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
-            yield " ".join(
-                name for name in PATH.findall(node.value) if name.startswith(("docs/", "recipes/", "surgery/"))
-            )
+        if isinstance(node, ast.Constant):
+            if isinstance(node.value, str) and "\n" not in node.value:
+                parts += [n for n in PATH.findall(node.value) if n.startswith(("docs/", "recipes/", "surgery/"))]
+                names.update(re.findall(r"\w+", node.value))
+            continue
+        for field in ("name", "id", "attr", "arg", "asname"):
+            if isinstance(value := getattr(node, field, 0), str):
+                names.add(value)
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield ast.get_docstring(node, clean=False) or ""
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.string
+            parts.append(ast.get_docstring(node, clean=False) or "")
+    return "\n".join(parts), names
 
 
 def prose(path: Path) -> str:
     """Return the text of a page, or the prose of a Python file."""
-    text = path.read_text(encoding="utf-8")
-    return "\n".join(python_prose(text)) if path.suffix == ".py" else text
+    return read_code(path)[0] if path.suffix == ".py" else path.read_text(encoding="utf-8")
 
 
 @cache
@@ -107,17 +112,6 @@ def global_names(file: Path) -> set[str]:
     return found
 
 
-def identifiers(source: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(source)):
-        yield from (
-            value
-            for field in ("name", "id", "attr", "arg", "asname")
-            if isinstance(value := getattr(node, field, 0), str)
-        )
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
-            yield from re.findall(r"\w+", node.value)
-
-
 def has_module(name: str) -> bool:
     """Whether `name` is a package, a module, or something that a module has."""
     if name.startswith("surgery.recipes.papers"):  # it is called recipes.papers, in a checkout alone
@@ -144,11 +138,8 @@ def stale(path: Path, text: str) -> list[str]:
 
 def test_cited_names_exist():
     """A name with an underscore in backticks is an identifier, or a word of a one-line string, anywhere in the code."""
-    known, cited = set(), {}
-    for path in python_files():
-        source = path.read_text(encoding="utf-8")
-        known |= {path.stem, *identifiers(source)}
-        cited[path.relative_to(ROOT).as_posix()] = set(NAME.findall("\n".join(python_prose(source))))
+    known = set().union(*(read_code(path)[1] for path in python_files()))
+    cited = {path.relative_to(ROOT).as_posix(): set(NAME.findall(prose(path))) for path in python_files()}
     assert not {path: names - known for path, names in cited.items() if names - known}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -76,11 +76,22 @@ class OperationCounter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.work, self.held, self.peak, self._reads = Work(), 0, 0, 0
-        self._known: dict[int, int] = {}
+        self.held, self.peak, self._reads = 0, 0, 0
+        self._counts = {field.name: 0.0 for field in fields(Work)}
+        self._known: dict[int, tuple[int, weakref.ref[Any]]] = {}  # bytes of each storage, and what sees it freed
+
+    @property
+    def work(self) -> Work:
+        """The work counted so far."""
+        return Work(**self._counts)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.is_view:  # half of all operations: no work and no memory of their own
+            out = func(*args, **kwargs)
+            for tensor in _meta_tensors((out,)):
+                self._hold(tensor)
+            return out
         name = func.overloadpacket.__name__
         if name in ("_local_scalar_dense", "item", "is_nonzero") and args[0].is_meta:
             return self._read(args[0])
@@ -92,8 +103,9 @@ class OperationCounter(TorchDispatchMode):
         out = result(name, args, kwargs)
         if out is None:
             out = func(*args, **kwargs)
-        outputs = [t for t in _tensors(out) if t.is_meta]
-        inputs = [t for t in _tensors((args, kwargs)) if t.is_meta]
+        outputs, inputs = _meta_tensors((out,)), _meta_tensors(args)
+        if kwargs:
+            inputs += _meta_tensors(kwargs.values())
         if not outputs and not inputs:
             return out
         for tensor in outputs:
@@ -129,11 +141,13 @@ class OperationCounter(TorchDispatchMode):
         elif bare in ("linalg_solve_triangular", "_cholesky_solve_helper", "cholesky_solve", "_linalg_solve_ex"):
             n = inputs[1].shape[-1] if "cholesky" in bare else inputs[0].shape[-1]
             self._add(solves=(1.0 if "triangular" in bare else 2.0) * n * outputs[0].numel())
-        elif not (func.is_view or bare.startswith(("empty", "detach", "alias", "_unsafe_view", "lift"))):
+        elif not bare.startswith(("empty", "_unsafe_view", "lift")):
             self._add(traffic=float(sum(map(_bytes, inputs)) + sum(map(_bytes, outputs))))
 
     def _add(self, **counts: float) -> None:
-        self.work = self.work + Work(**counts).times(repeats())
+        times = repeats()
+        for name, count in counts.items():
+            self._counts[name] += count * times
 
     def _next(self) -> float:
         self._reads += 1
@@ -151,12 +165,12 @@ class OperationCounter(TorchDispatchMode):
         if key in self._known:
             return
         size = storage.nbytes()
-        self._known[key], self.held = size, self.held + size
+        self._known[key] = size, weakref.ref(storage, lambda _: self._release(key))
+        self.held += size
         self.peak = max(self.peak, self.held)
-        weakref.finalize(storage, self._release, key)
 
     def _release(self, key: int) -> None:
-        self.held -= self._known.pop(key, 0)
+        self.held -= self._known.pop(key)[0]
 
 
 def _is_meta(value: Any) -> bool:
@@ -167,16 +181,16 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, lists and dictionaries."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
+def _meta_tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors on the meta device among arguments or results, and in lists of them."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_meta:
+                found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _meta_tensors(value)
+    return found
 
 
 LIMITS: tuple[dict[str, int], ...] = (CHUNK_TOKENS, MAX_LOGITS, SWEEP_ELEMENTS, MOMENT_BLOCK)

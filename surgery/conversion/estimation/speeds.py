@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from surgery.conversion.estimation.counting import Work
-from surgery.core.device import fast_float32_matmul
+from surgery.core.device import ONEDNN_LAYER, fast_float32_matmul
 from surgery.core.errors import SurgeryError
 from surgery.structures import linalg
 
@@ -88,7 +88,7 @@ def device_speeds(name: str | None) -> tuple[str, Speeds]:
 def measure_cpu() -> dict[str, float]:
     """Return the speeds of one thread of this CPU, each the best of three runs."""
     torch.set_num_threads(1)
-    with fast_float32_matmul(torch.device("cpu")), torch.no_grad():
+    with fast_float32_matmul(torch.device("cpu"), ONEDNN_LAYER), torch.no_grad():
         x, w = torch.randn(2048, 1024), torch.randn(1024, 1024)
         q = torch.randn(8, 16, 256, 64)
         m = torch.randn(4, 512, 512)

@@ -115,8 +115,10 @@ def nonnegative_lstsq(gram_HNN: Tensor, wanted_HN: Tensor, start_HN: Tensor | No
     """
     gram_HNN = gram_HNN + 1e-6 * torch.diag_embed(gram_HNN.diagonal(dim1=-2, dim2=-1) + 1e-12)
     x_HN = torch.zeros_like(wanted_HN) if start_HN is None else start_HN.clone()
+    # Views of column n of x, G and w, taken once: a step takes as long as the few operations on them.
+    steps = [(x_HN[:, n], gram_HNN[:, n], gram_HNN[:, n, n], wanted_HN[:, n]) for n in range(x_HN.shape[1])]
     for _ in range(rounds):
-        for n in range(x_HN.shape[1]):
-            rest_H = wanted_HN[:, n] - (gram_HNN[:, n] * x_HN).sum(-1) + gram_HNN[:, n, n] * x_HN[:, n]
-            x_HN[:, n] = (rest_H / gram_HNN[:, n, n]).clamp_min(0)
+        for x_H, gram_HN, pivot_H, wanted_H in steps:
+            rest_H = wanted_H - (gram_HN * x_HN).sum(-1) + pivot_H * x_H
+            x_H.copy_((rest_H / pivot_H).clamp_min(0))
     return x_HN
