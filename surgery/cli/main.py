@@ -391,7 +391,7 @@ def bench_speed(
 # -- the application -------------------------------------------------------------------------------
 # The commands in the order of `surgery --help`, by panel.
 PANELS = {
-    "Convert": ("demo", "recipes", "plan", "convert", "run", "inspect", "quantize", "densify"),
+    "Convert": ("demo", "recipes", "plan", "search", "convert", "run", "inspect", "quantize", "densify"),
     "Heal": ("finetune", "teacher-cache"),
     "Measure": ("eval", "compare", "report", "fetch-eval-data"),
     "Share": ("push", "serve"),
@@ -407,6 +407,10 @@ def command_function(name: str) -> tuple[Callable[..., None], type[TyperCommand]
             from surgery.cli.recipes import recipes
 
             return recipes, None
+        case "search":
+            from surgery.cli.search import search
+
+            return search, None
         case "run":
             from surgery.cli.model_options import ModelCommand
             from surgery.cli.run import run

@@ -245,9 +245,9 @@ class AttentionRecipe(BaseModel):
     def _check_mixer_options(self) -> AttentionRecipe:
         check_mixer_options("attention", self.mixer, self.model_extra or {}, type(self))
         check_has_ranks("attention", self.mixer, self.cache)
-        if self.cache is None:
+        if self.cache is None and not any(rule.cache is not None for rule in self.rules):
             mixer_config({"mixer": self.mixer, **(self.model_extra or {})})
-        elif self.rules:
+        elif self.cache is not None and self.rules:
             raise SurgeryError(
                 "attention: `cache` chooses the ranks of every layer, so `rules` cannot give layers other options. "
                 "Leave one of them out"

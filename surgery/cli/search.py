@@ -1,0 +1,97 @@
+"""The command `surgery search`; imports nothing heavy before it runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from surgery.cli import options
+from surgery.cli.console import progress, show
+
+EXIT_MISSED = 1  # the limits cannot be met
+
+
+def search(
+    source: options.Source,
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Write the table of choices, the front and the recipes to this folder. A search that was begun there "
+            "goes on.",
+        ),
+    ],
+    max_bytes: Annotated[
+        str | None,
+        typer.Option("--max-bytes", metavar="LIMIT", help="Store at most this much, e.g. 60% of SRC, 80MB or 1.5GiB."),
+    ] = None,
+    max_parameters: Annotated[
+        str | None,
+        typer.Option("--max-parameters", metavar="LIMIT", help="Store at most so many parameters, e.g. 60% or 80M."),
+    ] = None,
+    max_cache_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--max-cache-bytes",
+            metavar="LIMIT",
+            help="Let the cache of one sequence of --at tokens have at most these bytes, e.g. 50% or 200MB.",
+        ),
+    ] = None,
+    at: Annotated[
+        int,
+        typer.Option(
+            "--at",
+            parser=options.parse_tokens,
+            metavar="TOKENS",
+            help="Count the cache of a sequence of this length, e.g. 32768 or 32k (32 x 1,024).",
+        ),
+    ] = 4096,
+    calibration: options.CalibrationTexts = None,
+    tokens: options.CalibrationTokens = None,
+    length: options.CalibrationLength = None,
+    points: Annotated[
+        int,
+        typer.Option(min=0, max=100, help="Solve for this many more values of the first limit, which gives the front."),
+    ] = 8,
+    seed: options.Seed = None,
+    device: options.Device = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    plugins: options.Plugins = None,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Choose a structure for every part of every layer so that the model loses least within limits.
+
+    Exit code 1 if no choice meets the limits; the nearest one is written.
+
+    surgery search SRC --max-bytes 60% --calibration calibration.txt --out SEARCH
+    """
+    from surgery.core.files import explain_disk_errors
+    from surgery.search.search import SearchSettings
+    from surgery.search.search import search as run
+    from surgery.search.summary import search_lines
+
+    given = {"bytes": max_bytes, "parameters": max_parameters, "cache": max_cache_bytes}
+    texts = calibration[0] if calibration and len(calibration) == 1 else calibration or None
+    settings = SearchSettings(texts, tokens, length, seed, at, points, device, trust_remote_code, revision)
+    with explain_disk_errors(out):
+        result = run(
+            source,
+            out,
+            {name: text for name, text in given.items() if text is not None},
+            settings,
+            progress=progress(as_json, quiet),
+        )
+    if as_json:
+        print(json.dumps(result, indent=2))
+    elif quiet:
+        print(out)
+    else:
+        show(search_lines(result))
+    if result["excess"]:
+        raise typer.Exit(EXIT_MISSED)

@@ -1,0 +1,273 @@
+"""The choices of a search: what each layer's attention, projections and MLP may become, and what each choice costs.
+
+    part            choices
+    attention       softmax as it is; a window; MLR attention at several shares of the key cache; log-linear attention
+    projections     query, key, value and output projection: dense; low rank at several shares of the parameters
+    mlp             dense; fewer neurons, low rank, BTT, at several shares of the parameters
+    all three       the layer is removed
+
+A kind of choice is a fragment of a recipe, so that costs come from the plan of that recipe, and a conversion by the
+fragments of several kinds has the sum of their costs. Costs are differences from the original: `parameters` and `bytes`
+that the checkpoint stores, `cache` in bytes of one sequence after `at` tokens, and `macs`, multiply-accumulates of the
+next token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from surgery.architectures.attention import attention_paths, attention_shape
+from surgery.checkpoint.meta_model import MetaModel
+from surgery.checkpoint.safetensors_io import DTYPES
+from surgery.conversion.mixer_init.base import build_mixer
+from surgery.core.errors import SurgeryError
+from surgery.mixers.cache_size import cache_bytes
+from surgery.modeling.modules import build_module
+from surgery.planning.attention_plan import AttentionTarget
+from surgery.planning.depth import plan_depth
+from surgery.planning.depth_recipe import DepthRecipe
+from surgery.planning.plan import make_plan
+from surgery.planning.recipe import ConversionRecipe, load_recipe, validate_recipe
+from surgery.planning.targets import LinearTarget, Plan
+from surgery.planning.weights import narrowed_entries, table_entry
+from surgery.publish.summary import compare_costs, softmax_macs
+from surgery.structures import STRUCTURES
+
+ATTENTION, PROJECTIONS, MLP = "attention", "projections", "mlp"  # the parts of a layer
+PATTERNS = {PROJECTIONS: "attention.*", MLP: "mlp.*"}  # of the rules of parts made of linears
+AS_IS = "as it is"  # the choice that leaves a part unchanged
+REMOVED = "removed"  # the choice that removes a layer
+COSTS = ("parameters", "bytes", "cache", "macs")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of choice. part: of a layer. family: kinds whose damage heals alike, such as low_rank. settings: of the
+    rule of a recipe, without its layers.
+    """
+
+    name: str
+    part: str
+    family: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def fragment(self) -> dict[str, Any]:
+        """Return the keys of a recipe that gives every layer this choice."""
+        if self.part == ATTENTION and "cache" in self.settings:
+            mixer = {"mixer": self.settings["mixer"], "rules": [{"layers": ":", **self.settings}]}
+            return {"structure": "dense", "attention": mixer}
+        if self.part == ATTENTION:
+            return {"structure": "dense", "attention": dict(self.settings)}
+        return {"structure": "dense", "rules": [{"match": PATTERNS[self.part], **self.settings}]}
+
+
+def shipped_mixer(recipe: str) -> dict[str, Any]:
+    """Return the mixer and its options of a shipped recipe."""
+    attention = load_recipe(recipe).attention
+    assert attention is not None
+    return {"mixer": attention.mixer, **(attention.model_extra or {})}
+
+
+def linear_kinds(part: str, structure: str, shares: Iterable[float]) -> list[Kind]:
+    """Return the kinds of a structure at several shares of the parameters."""
+    return [
+        Kind(f"{structure} {share:.0%}", part, structure, {"structure": structure, "keep": share}) for share in shares
+    ]
+
+
+SHARES = (0.75, 0.5, 0.25)  # of the parameters of a part
+CACHES = (0.6, 0.4)  # shares of the key cache of MLR attention
+
+
+def default_kinds() -> list[Kind]:
+    """Return all kinds of choices but the removal of layers."""
+    return [
+        Kind("window", ATTENTION, "window", shipped_mixer("sliding-window")),
+        *(Kind(f"mlr {share:.0%}", ATTENTION, "mlr", {"mixer": "mlr", "cache": share}) for share in CACHES),
+        Kind("log-linear", ATTENTION, "log_linear", shipped_mixer("log-linear")),
+        *linear_kinds(PROJECTIONS, "low_rank", SHARES),
+        *(kind for structure in ("pruned", "low_rank", "btt") for kind in linear_kinds(MLP, structure, SHARES)),
+    ]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One choice of one layer. covers: names of the parts that it decides. kind: None for the removal of the layer and
+    for a part that stays as it is. costs: by name, differences from the original.
+    """
+
+    layer: str
+    covers: tuple[str, ...]
+    name: str
+    kind: Kind | None = None
+    costs: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """The name of the choice in the table."""
+        return f"{self.covers[0] if len(self.covers) == 1 else self.layer}: {self.name}"
+
+    @property
+    def family(self) -> str:
+        """The kinds of choices whose damage heals alike; "" for a part that stays as it is."""
+        return self.kind.family if self.kind else (REMOVED if self.name == REMOVED else "")
+
+    @property
+    def is_change(self) -> bool:
+        """Whether the choice changes the model, so that it has a damage to measure."""
+        return self.name != AS_IS
+
+
+@dataclass
+class Choices:
+    """All choices of a model.
+
+    plans: of each kind, by its name and part, with all layers. base: costs of the original. choices: in the order of
+    layers. notes: kinds that are left out, and why. layers: the layers in order. numbers: of layers with linears or
+    attention, as rules of recipes count them. removable: the layers of the decoder in order, as `depth` counts them; ()
+    if layers cannot be removed.
+    """
+
+    kinds: list[Kind]
+    plans: dict[tuple[str, str], Plan]
+    base: dict[str, int]
+    choices: list[Choice]
+    notes: list[str]
+    layers: tuple[str, ...]
+    removable: tuple[str, ...]
+    attention: tuple[str, ...]
+
+
+def part_name(layer: str, part: str) -> str:
+    """Return the name of a part of a layer."""
+    return f"{layer} {part}"
+
+
+def find_choices(model: MetaModel, settings: Mapping[str, Any], kinds: Sequence[Kind], at: int) -> Choices:
+    """Return the choices of a model.
+
+    settings: keys that all recipes have, such as the calibration text. at: tokens of a sequence whose cache and
+    multiply-accumulates count. A kind that does not suit the model is left out with a note. Raises SurgeryError if no
+    kind is left.
+    """
+    plans: dict[tuple[str, str], Plan] = {}
+    notes: list[str] = []
+    for kind in kinds:
+        try:
+            plans[kind.part, kind.name] = make_plan(model, kind_recipe(kind, settings))
+        except SurgeryError as error:
+            notes.append(f"{kind.part} {kind.name} is left out: {error}")
+    left = [kind for kind in kinds if (kind.part, kind.name) in plans]
+    if not left:
+        raise SurgeryError(f"search: no kind of choice suits this model. {notes[-1] if notes else ''}")
+    plan = plans[left[0].part, left[0].name]
+    shapes = {path: attention_shape(model.model, path) for path in attention_paths(model.model)}
+    layer_of = {path: next(n for n in plan.layout.layers if path.startswith(f"{n}.")) for path in shapes}
+    counted = LayerCosts(model, plan.dtype, at)
+    base = {
+        "parameters": sum(tensor.numel for tensor in model.source.tensors.values()),
+        "bytes": model.source.nbytes,
+        "cache": sum(cache_bytes(None, shape, at, plan.dtype) for shape in shapes.values()),
+        "macs": sum(round(n.out * n.in_ * n.active) for n in plan.layout.linears)
+        + sum(softmax_macs(shape, at) for shape in shapes.values()),
+    }
+    choices: list[Choice] = []
+    removable, note = removable_layers(model, plan)
+    notes += [note] if note else []
+    attention_in = {layer: path for path, layer in layer_of.items()}
+    for layer in plan.layout.layers:
+        found: list[Choice] = []
+        for kind in left:
+            costs = counted.of_kind(plans[kind.part, kind.name], kind, layer)
+            if costs is not None:
+                found.append(Choice(layer, (part_name(layer, kind.part),), kind.name, kind, costs))
+        parts = list(dict.fromkeys(choice.covers[0] for choice in found))
+        choices += [Choice(layer, (part,), AS_IS) for part in parts]
+        choices += found
+        if parts and layer in removable[1:]:
+            shape = shapes.get(attention_in.get(layer, ""))
+            costs = counted.of_layer(plan, layer, shape)
+            choices.append(Choice(layer, tuple(parts), REMOVED, None, costs))
+    return Choices(left, plans, base, choices, notes, plan.layout.layers, removable, tuple(layer_of.values()))
+
+
+def kind_recipe(kind: Kind, settings: Mapping[str, Any]) -> ConversionRecipe:
+    """Return the recipe that gives every layer a kind of choice."""
+    return validate_recipe({**settings, **kind.fragment()}, f"of the search for {kind.name}")
+
+
+def removable_layers(model: MetaModel, plan: Plan) -> tuple[tuple[str, ...], str]:
+    """Return (the layers of the decoder in order, "") or ((), why none can be removed)."""
+    try:
+        depth = plan_depth(DepthRecipe(remove=(1,), refit=False), model, plan.layout)
+    except SurgeryError as error:
+        return (), f"the removal of layers is left out: {error}"
+    return tuple(depth.stack.layer(index) for index in range(depth.stack.count)), ""
+
+
+class LayerCosts:
+    """Costs of the choices of a model. dtype: in which it loads. at: tokens of a sequence."""
+
+    def __init__(self, model: MetaModel, dtype: torch.dtype, at: int):
+        self.model, self.dtype, self.at = model, dtype, at
+
+    def of_kind(self, plan: Plan, kind: Kind, layer: str) -> dict[str, int] | None:
+        """Return the costs of a kind in one layer, None if the layer has no such part."""
+        if kind.part == ATTENTION:
+            target = plan.attention_targets.get(layer)
+            return None if target is None else self.of_mixer(target)
+        targets = [t for slices in plan.targets_in_layer(layer).values() for t in slices if t.preview is not None]
+        return self.of_linears(targets) if targets else None
+
+    def of_mixer(self, target: AttentionTarget) -> dict[str, int]:
+        """Return the costs of a mixer in place of softmax attention."""
+        state = build_mixer(target, torch.device("meta")).state_dict().values()
+        stored = DTYPES[self.model.tensor_info(f"{target.output}.weight").dtype]
+        costs = compare_costs(target.config, target.shape, self.at, self.dtype)
+        cache, macs = (after - before for before, after in (costs["cache_bytes"], costs["macs"]))
+        return {
+            "parameters": sum(tensor.numel() for tensor in state),
+            "bytes": sum(stored_bytes(tensor, stored) for tensor in state),
+            "cache": cache,
+            "macs": macs,
+        }
+
+    def of_linears(self, targets: Sequence[LinearTarget]) -> dict[str, int]:
+        """Return the costs of structures in place of linears."""
+        costs = dict.fromkeys(COSTS, 0)
+        for target in targets:
+            config: Any = target.preview
+            entries = narrowed_entries(target, config) if target.neurons else {}
+            for linear in target.all_linears:
+                entry = entries.get(linear.path) or table_entry(target, config)
+                tensors = build_module(entry).state_dict()
+                names = ["weight", *(["bias"] if linear.bias and target.neurons else [])]
+                before = [self.model.tensor_info(f"{linear.path}.{name}") for name in names]
+                after = [tensor for name, tensor in tensors.items() if name != "bias" or target.neurons]
+                stored = DTYPES[before[0].dtype]
+                costs["parameters"] += sum(t.numel() for t in after) - sum(info.numel for info in before)
+                costs["bytes"] += sum(stored_bytes(t, stored) for t in after) - sum(info.nbytes for info in before)
+            structure = STRUCTURES[config](target.in_, target.out, config, bias=False, device="meta")
+            costs["macs"] += round((target.macs(structure) - target.numel) * target.linear.active)
+        return costs
+
+    def of_layer(self, plan: Plan, layer: str, shape: Any) -> dict[str, int]:
+        """Return the costs of the removal of a layer. shape: of its attention, None without."""
+        inside = [self.model.tensor_info(name) for name in self.model.keys if name.startswith(f"{layer}.")]
+        macs = sum(round(n.out * n.in_ * n.active) for n in plan.layout.linears if n.layer == layer)
+        cache = 0 if shape is None else cache_bytes(None, shape, self.at, self.dtype)
+        return {
+            "parameters": -sum(info.numel for info in inside),
+            "bytes": -sum(info.nbytes for info in inside),
+            "cache": -cache,
+            "macs": -macs - (0 if shape is None else softmax_macs(shape, self.at)),
+        }
+
+
+def stored_bytes(tensor: torch.Tensor, stored: torch.dtype) -> int:
+    """Return the bytes of a tensor in a file whose floating-point numbers have the dtype `stored`."""
+    return tensor.numel() * (stored.itemsize if tensor.is_floating_point() else tensor.itemsize)

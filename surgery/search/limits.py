@@ -1,0 +1,48 @@
+"""Limits of a search: `60%` of the original, or a number with a unit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from surgery.core.errors import SurgeryError
+
+SIZES = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+SIZES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30}
+COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a limit limits. option: of the command line. label: in tables. units: that a number may have."""
+
+    cost: str
+    option: str
+    label: str
+    units: dict[str, int]
+
+
+MEASURES = {
+    "parameters": Measure("parameters", "--max-parameters", "parameters", COUNTS),
+    "bytes": Measure("bytes", "--max-bytes", "bytes", SIZES),
+    "cache": Measure("cache", "--max-cache-bytes", "cache bytes", SIZES),
+}
+
+
+def parse_limit(measure: Measure, text: str, original: float) -> int:
+    """Return a limit in whole units. text: such as 60%, 800M or 1.5GB. original: the value of the unconverted model.
+
+    Raises SurgeryError for anything else, and for a limit of 0.
+    """
+    units = "|".join(sorted((unit for unit in measure.units if unit), key=len, reverse=True))
+    match = re.fullmatch(rf"(\d{{1,15}}(?:\.\d{{1,15}})?)\s*(%|{units})?", text.strip(), re.ASCII | re.IGNORECASE)
+    if match is None:
+        examples = "60% or 80M" if measure.units is COUNTS else "60%, 80MB or 1.5GiB"
+        raise SurgeryError(
+            f"{measure.option} must be a share of the original or a number, such as {examples} (got {text!r})"
+        )
+    number, unit = float(match[1]), (match[2] or "").lower()
+    limit = int(number / 100 * original) if unit == "%" else int(number * measure.units[unit])
+    if limit < 1:
+        raise SurgeryError(f"{measure.option} must be above 0 (got {text!r})")
+    return limit

@@ -1,0 +1,331 @@
+"""`surgery search`: measure the choices of a model, solve for the limits, and write table, front and recipes."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from surgery.calibration.data import CalibrationSet
+from surgery.calibration.layer_runner import LayerRunner
+from surgery.checkpoint.meta_model import MetaModel
+from surgery.conversion.context import ConversionContext
+from surgery.conversion.mixer_init.mlr_allocation import MeasuredScoreDims
+from surgery.conversion.sources import FolderSource
+from surgery.conversion.text_check import score_text
+from surgery.conversion.trial import measure_rank_errors
+from surgery.core.device import choose_device, fast_float32_matmul
+from surgery.core.distributed import DistContext
+from surgery.core.errors import SurgeryError
+from surgery.core.files import atomic_write, check_no_unknown_files, check_not_link, exclusive_lock, write_json
+from surgery.core.progress import Progress
+from surgery.mixers import MIXERS, mixer_config
+from surgery.planning.attention_plan import AttentionTarget
+from surgery.planning.recipe import validate_recipe
+from surgery.planning.targets import Plan
+from surgery.search.choices import (
+    ATTENTION,
+    Choice,
+    Choices,
+    Kind,
+    LayerCosts,
+    default_kinds,
+    find_choices,
+    kind_recipe,
+)
+from surgery.search.damage import Damage, DamagePass, steps
+from surgery.search.front import find_front
+from surgery.search.limits import MEASURES, parse_limit
+from surgery.search.recipes import recipe_of, recipe_text
+from surgery.search.solver import Option, Problem, Solution
+from surgery.search.table import TABLE_NAME, Row, measured_damages, read_table, table_start, write_table
+
+FRONT_NAME, PICTURE_NAME, RECIPE_NAME, WORK_NAME, LOCK_NAME = (
+    "front.json",
+    "front.png",
+    "recipe-{}.yaml",
+    "work",
+    "lock",
+)
+KNOWN_FILES = (TABLE_NAME, FRONT_NAME, PICTURE_NAME, RECIPE_NAME.format("*"), f"{WORK_NAME}/**", LOCK_NAME)
+POINTS = 8  # of the front, beside the one at the limits
+AT = 4096  # tokens of the sequence whose cache counts
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """What a search reads and where it runs. calibration, tokens, length, seed: as in a conversion recipe; None: the
+    recipe's default. at: tokens of a sequence whose cache and multiply-accumulates count. points: of the front.
+    """
+
+    calibration: Any
+    tokens: int | None = None
+    length: int | None = None
+    seed: int | None = None
+    at: int = AT
+    points: int = POINTS
+    device: str | None = None
+    trust_remote_code: bool = False
+    revision: str | None = None
+
+    def keys(self) -> dict[str, Any]:
+        """Return the keys that all recipes of the search have."""
+        given = {"calibration": self.calibration, "tokens": self.tokens, "length": self.length, "seed": self.seed}
+        # Uniform: a rule's `keep` is the share of each matrix. The choice of ranks among them is the solver's.
+        return {"allocate": "uniform", **{key: value for key, value in given.items() if value is not None}}
+
+
+def search(
+    source: str,
+    out: Path,
+    limits: Mapping[str, str],
+    settings: SearchSettings,
+    kinds: Sequence[Kind] | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Search for the best choices within limits; return what front.json holds, with "out".
+
+    limits: by name of the cost, as on the command line (surgery.search.limits). kinds: of choices; None for all. A
+    search that was interrupted goes on in `out`; one that is finished is solved for other limits without measuring
+    again.
+
+    Raises SurgeryError for limits, options or files that do not suit the model or each other.
+    """
+    progress = progress or Progress()
+    if not limits:
+        options = ", ".join(measure.option for measure in MEASURES.values())
+        raise SurgeryError(f"search: give at least one limit ({options})")
+    folder = FolderSource(source, settings.trust_remote_code, settings.revision)
+    model = folder.open(progress)
+    choices = find_choices(model, settings.keys(), kinds or default_kinds(), settings.at)
+    wanted = {name: parse_limit(MEASURES[name], text, choices.base[name]) for name, text in limits.items()}
+    check_not_link(out)
+    out.mkdir(parents=True, exist_ok=True)
+    with exclusive_lock(out, "search"):
+        check_no_unknown_files(out, KNOWN_FILES)
+        for note in choices.notes:
+            progress.say(f"note: {note}")
+        measuring = Measuring(folder, model, choices, out, settings, progress)
+        damages = measuring.run()
+        problem = problem_of(measuring.choices, damages)
+        front = find_front(problem, wanted, settings.points)
+        result = write_result(out, measuring.choices, front_solutions(front.asked, front.others), settings, wanted)
+        result |= {"binds": front.binds, "excess": dict(front.asked.excess), "notes": choices.notes}
+        write_json(out / FRONT_NAME, result)
+        shutil.rmtree(out / WORK_NAME, ignore_errors=True)
+    return {"out": str(out), **result}
+
+
+class Measuring:
+    """The measurement of all damages of a model, in steps that are written to SEARCH/table.json one by one.
+
+    choices: with final costs after `run`: those of MLR attention follow from measurements.
+    """
+
+    def __init__(
+        self,
+        source: FolderSource,
+        model: MetaModel,
+        choices: Choices,
+        out: Path,
+        settings: SearchSettings,
+        progress: Progress,
+    ):
+        self.source, self.model, self.choices, self.out = source, model, choices, out
+        self.settings, self.progress = settings, progress
+        self.mixers: dict[str, dict[str, Any]] = {}  # configs that measurements chose, by name of the choice
+        self.contexts: dict[tuple[str, str], ConversionContext] = {}  # of the kinds of attention
+
+    def run(self) -> dict[str, Damage]:
+        """Return the damage of each choice that changes the model, by its name."""
+        recipe = validate_recipe({"structure": "low_rank", **self.settings.keys()}, "of the search")
+        inputs = self.source.calibration(recipe)
+        if inputs is None:
+            raise SurgeryError("search: give --calibration, a text on which choices are measured")
+        samples = CalibrationSet.from_inputs(inputs.tensors, recipe.holdout)
+        self._leave_out_wide_windows(samples)
+        start = table_start(self.model, self.settings.keys(), samples.digest())
+        changes = [choice for choice in self.choices.choices if choice.is_change]
+        rows = read_table(self.out, start, {choice.key for choice in changes})
+        damages = measured_damages(rows, changes)
+        missing = [choice for choice in changes if choice.key not in damages]
+        if missing:
+            self._measure(samples, start, missing, damages, [*inputs.notes])
+        else:
+            self._restore_mixers(rows)
+        write_table(self.out, start, self.choices, damages, self.mixers, self.settings.at)
+        return damages
+
+    def _leave_out_wide_windows(self, samples: CalibrationSet) -> None:
+        """Leave out mixers whose window holds whole samples: nothing shows what they lose."""
+        length = samples.tokens() // samples.rows
+        for kind in [kind for kind in self.choices.kinds if kind.part == ATTENTION]:
+            window = kind.settings.get("window", 0) + kind.settings.get("sinks", 0)
+            if window >= length:
+                self.choices.notes.append(
+                    f"attention {kind.name} is left out: its window of {window} tokens holds whole samples of {length} "
+                    "tokens, so that nothing shows what it loses. Give a larger --length"
+                )
+                self.choices.choices = [choice for choice in self.choices.choices if choice.kind != kind]
+                self.choices.kinds.remove(kind)
+                self.progress.say(f"note: {self.choices.notes[-1]}")
+
+    # -- measuring ---------------------------------------------------------------------------------
+    def _measure(
+        self,
+        samples: CalibrationSet,
+        start: Mapping[str, Any],
+        missing: list[Choice],
+        damages: dict[str, Damage],
+        warnings: list[str],
+    ) -> None:
+        """Add the damages of the missing choices, and write the table after each step."""
+        device = choose_device(self.settings.device)
+        with fast_float32_matmul(device):
+            ctx = self._context(samples)
+            score = score_text(ctx)
+            for warning in [*warnings, *(score.warnings if score else [])]:
+                self.progress.say(f"warning: {warning}")
+            self._set_contexts(ctx)
+            if any(choice.kind is not None and choice.kind.part != ATTENTION for choice in missing):
+                measure_rank_errors(ctx)  # writes the Gram matrices of the output gradients
+            groups = list(steps(ctx, missing))
+            for number, group in enumerate(groups, 1):
+                title = f"measuring choices, step {number} of {len(groups)}"
+                with self.progress.bar(title, len(ctx.plan.layout.layers)) as tick:
+                    damages |= DamagePass(ctx, group, self.choices.plans, self.contexts, tick).run()
+                write_table(self.out, start, self.choices, damages, self.mixers, self.settings.at)
+
+    def _context(self, samples: CalibrationSet) -> ConversionContext:
+        """Return the context of all linears: their targets, and pruned MLPs beside them, as a quick trial fits them."""
+        linears = [
+            (kind, self.choices.plans[kind.part, kind.name]) for kind in self.choices.kinds if kind.part != ATTENTION
+        ]
+        plan: Plan = next(iter(self.choices.plans.values()))
+        targets: dict[str, Any] = {}
+        pruned: dict[str, Any] = {}
+        for _, of_kind in linears:
+            for path, slices in of_kind.targets.items():
+                kept = pruned if any(target.neurons for target in slices) else targets
+                kept.setdefault(path, slices)
+        layout = plan.layout
+        order = [linear.path for linear in layout.linears]
+        targets = {path: targets[path] for path in sorted(targets, key=order.index)}
+        recipe = validate_recipe({"structure": "low_rank", **self.settings.keys()}, "of the search")
+        plan = replace(plan, recipe=recipe, targets=targets, pruned_targets=pruned, attention_targets={})
+        device, work = choose_device(self.settings.device), self.out / WORK_NAME
+        work.mkdir(exist_ok=True)
+        runner = LayerRunner(self.model, layout.layers, layout.head, device, scratch=work)
+        runner.packed = samples.packed
+        plan, runner = self.source.keep_reached(plan, runner, samples)
+        return ConversionContext(self.model, plan, recipe, samples, runner, work, DistContext(), device, self.progress)
+
+    def _set_contexts(self, ctx: ConversionContext) -> None:
+        """Set the contexts of the kinds of attention, and the costs of MLR attention, whose ranks are measured."""
+        measured: MeasuredScoreDims | None = None
+        for kind in [kind for kind in self.choices.kinds if kind.part == ATTENTION]:
+            plan = self.choices.plans[kind.part, kind.name]
+            plan = replace(plan, targets={}, layout=ctx.plan.layout)
+            recipe = kind_recipe(kind, self.settings.keys())
+            if "cache" in kind.settings:
+                measured = measured or MeasuredScoreDims(replace(ctx, plan=plan, recipe=recipe))
+                chosen = {
+                    layer: measured.allocate([layer], kind.settings["cache"])[layer] for layer in plan.attention_targets
+                }
+                self._set_mixers(kind, {layer: entry["config"] for layer, entry in chosen.items()})
+                plan = self.choices.plans[kind.part, kind.name]
+                fixed = {
+                    layer: replace(target, fixed=chosen[layer]["fixed"])
+                    for layer, target in plan.attention_targets.items()
+                }
+                plan = replace(plan, targets={}, layout=ctx.plan.layout, attention_targets=fixed)
+            self.contexts[kind.part, kind.name] = replace(ctx, plan=plan, recipe=recipe)
+
+    def _set_mixers(self, kind: Kind, configs: Mapping[str, Any]) -> None:
+        """Give the targets of a kind these configs, by layer, and count their costs."""
+        plan = self.choices.plans[kind.part, kind.name]
+        targets: dict[str, AttentionTarget] = {}
+        for layer, target in plan.attention_targets.items():
+            config = mixer_config(configs[layer])
+            MIXERS[config].check_config(config, target.shape)
+            targets[layer] = replace(target, config=config)
+        self.choices.plans[kind.part, kind.name] = replace(plan, attention_targets=targets)
+        counted = LayerCosts(self.model, plan.dtype, self.settings.at)
+        for number, choice in enumerate(self.choices.choices):
+            if choice.kind == kind:
+                self.choices.choices[number] = replace(choice, costs=counted.of_mixer(targets[choice.layer]))
+                self.mixers[choice.key] = dict(configs[choice.layer])
+
+    def _restore_mixers(self, rows: Mapping[str, Row]) -> None:
+        """Take the configs that measurements chose from a finished table."""
+        for kind in [kind for kind in self.choices.kinds if "cache" in kind.settings]:
+            configs = {}
+            for choice in self.choices.choices:
+                if choice.kind == kind:
+                    mixer = rows[choice.key].mixer
+                    if mixer is None or mixer.get("mixer") != kind.settings["mixer"]:
+                        raise SurgeryError(
+                            f"{self.out / TABLE_NAME}: {choice.key!r} has no mixer {kind.settings['mixer']!r}. Remove the "
+                            "file to measure again"
+                        )
+                    configs[choice.layer] = mixer
+            try:
+                self._set_mixers(kind, configs)
+            except (SurgeryError, TypeError, ValueError) as error:
+                raise SurgeryError(f"{self.out / TABLE_NAME}: {error}. Remove the file to measure again") from None
+
+
+# -- the result ------------------------------------------------------------------------------------
+def problem_of(choices: Choices, damages: Mapping[str, Damage]) -> Problem:
+    """Return the problem of the solver: an option for each choice, with its damage as its loss."""
+    options = tuple(
+        Option(c.key, c.covers, damages[c.key].nats if c.is_change else 0.0, dict(c.costs)) for c in choices.choices
+    )
+    return Problem(options, choices.base)
+
+
+def front_solutions(asked: Solution, others: Sequence[Solution]) -> list[Solution]:
+    """Return the solution at the limits, and the others of the front after it."""
+    return [asked, *others]
+
+
+def write_result(
+    out: Path, choices: Choices, solutions: Sequence[Solution], settings: SearchSettings, limits: Mapping[str, int]
+) -> dict[str, Any]:
+    """Write the recipe of each solution; return what front.json holds of them."""
+    by_key = {choice.key: choice for choice in choices.choices}
+    for old in out.glob(RECIPE_NAME.format("*")):
+        old.unlink()
+    points = []
+    for number, solution in enumerate(solutions, 1):
+        chosen = [by_key[option.name] for option in solution.options]
+        name = RECIPE_NAME.format(number)
+        points.append(
+            {
+                "recipe": name,
+                "loss": solution.loss,
+                "gap": solution.gap,
+                "costs": {cost: int(value) for cost, value in solution.costs.items()},
+                "choices": counts(chosen),
+            }
+        )
+        if any(choice.is_change for choice in chosen):
+            text, _ = recipe_text(recipe_of(choices, chosen, settings.keys(), "chosen by surgery search"))
+            with atomic_write(out / name, "w") as file:
+                file.write(text)
+        else:
+            points[-1]["recipe"] = None  # the original
+    return {"at": settings.at, "limits": dict(limits), "original": choices.base, "points": points}
+
+
+def counts(chosen: Sequence[Choice]) -> dict[str, int]:
+    """Return how often each choice that changes the model was taken, such as {"mlp pruned 50%": 4}."""
+    names = [
+        f"{choice.kind.part} {choice.name}" if choice.kind else f"layer {choice.name}"
+        for choice in chosen
+        if choice.is_change
+    ]
+    return dict(Counter(names).most_common())

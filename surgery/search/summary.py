@@ -1,0 +1,62 @@
+"""The result of a search as a table and sentences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.markup import escape
+
+from surgery.core.files import size_text
+from surgery.core.tables import format_count, format_tokens, new_table
+from surgery.search.limits import MEASURES
+
+
+def search_lines(result: dict[str, Any]) -> list[Any]:
+    """Return the table of the front and sentences on its first row. result: of surgery.search.search.search."""
+    original, points = result["original"], result["points"]
+    cache = f"cache at {format_tokens(result['at'])}"
+    table = new_table(
+        "front: one row for each recipe", "recipe", "predicted loss", "parameters", "bytes", cache, "choices"
+    )
+    swept = next(iter(result["limits"]))
+    for number, point in sorted(enumerate(points), key=lambda item: item[1]["costs"][swept]):
+        costs = point["costs"]
+        name = point["recipe"] or "the original"
+        table.add_row(
+            f"{name} *" if number == 0 else name,
+            f"{point['loss']:.4f}",
+            _share(costs["parameters"], original["parameters"], format_count),
+            _share(costs["bytes"], original["bytes"], size_text),
+            _share(costs["cache"], original["cache"], size_text),
+        )
+    lines: list[Any] = [table, "* at your limits. predicted loss: nats per token of KL divergence from the original"]
+    lines += [escape(line) for line in limit_lines(result)]
+    if chosen := points[0]["recipe"]:
+        taken = ", ".join(f"{count} x {name}" for name, count in points[0]["choices"].items())
+        lines.append(escape(f"{chosen}: {taken}"))
+        lines.append(escape(f"next: surgery convert SRC --recipe {result['out']}/{chosen} --out OUT"))
+    return lines
+
+
+def limit_lines(result: dict[str, Any]) -> list[str]:
+    """Return sentences on the limits: which are exceeded, and which bind."""
+    reached = result["points"][0]["costs"]
+    exceeded = [
+        f"{MEASURES[name].option} cannot be met: the nearest choice has {format_value(name, reached[name])} "
+        f"{MEASURES[name].label}, {format_value(name, excess)} more than the limit of "
+        f"{format_value(name, result['limits'][name])}"
+        for name, excess in result["excess"].items()
+    ]
+    binding = [MEASURES[name].option for name in result["binds"]]
+    if exceeded:
+        return exceeded
+    return [f"what binds: {', '.join(binding)}" if binding else "what binds: no limit; the original meets them"]
+
+
+def format_value(name: str, value: float) -> str:
+    """Format a value of a cost."""
+    return format_count(round(value)) if name == "parameters" else size_text(value)
+
+
+def _share(value: float, original: float, form: Any) -> str:
+    return f"{form(value)} ({value / original:.0%})" if original else form(value)
