@@ -57,6 +57,25 @@ def search(
         int,
         typer.Option(min=0, max=100, help="Solve for this many more values of the first limit, which gives the front."),
     ] = 8,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WORDS",
+            help="Use only kinds of choices whose name contains one of these words; prefix a word with - to exclude it, "
+            "e.g. mlp,-btt. Default: all.",
+        ),
+    ] = None,
+    healing: Annotated[
+        bool,
+        typer.Option(
+            "--healing/--no-healing",
+            help="Predict the loss after healing, or that of the conversion itself. Default: after healing.",
+        ),
+    ] = True,
+    gains: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Read what healing gives back from this file. Default: the values included."),
+    ] = None,
     seed: options.Seed = None,
     device: options.Device = None,
     revision: options.Revision = None,
@@ -78,7 +97,9 @@ def search(
 
     given = {"bytes": max_bytes, "parameters": max_parameters, "cache": max_cache_bytes}
     texts = calibration[0] if calibration and len(calibration) == 1 else calibration or None
-    settings = SearchSettings(texts, tokens, length, seed, at, points, device, trust_remote_code, revision)
+    settings = SearchSettings(
+        texts, tokens, length, seed, at, points, only, healing, gains, device, trust_remote_code, revision
+    )
     with explain_disk_errors(out):
         result = run(
             source,

@@ -44,7 +44,7 @@ REMOVED = "removed"  # the choice that removes a layer
 COSTS = ("parameters", "bytes", "cache", "macs")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kind:
     """A kind of choice. part: of a layer. family: kinds whose damage heals alike, such as low_rank. settings: of the
     rule of a recipe, without its layers.
@@ -110,6 +110,11 @@ class Choice:
     def key(self) -> str:
         """The name of the choice in the table."""
         return f"{self.covers[0] if len(self.covers) == 1 else self.layer}: {self.name}"
+
+    @property
+    def title(self) -> str:
+        """The name of its kind with the part that it changes, such as "mlp pruned 50%"."""
+        return f"{self.kind.part if self.kind else 'layer'} {self.name}"
 
     @property
     def family(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.core.files import atomic_write, check_no_unknown_files, check_not_link, exclusive_lock, write_json
 from surgery.core.progress import Progress
+from surgery.eval.speed.selection import is_selected
 from surgery.mixers import MIXERS, mixer_config
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.recipe import validate_recipe
@@ -38,7 +39,9 @@ from surgery.search.choices import (
 )
 from surgery.search.damage import Damage, DamagePass, steps
 from surgery.search.front import find_front
+from surgery.search.gains import Gain, Term, interval, read_gains
 from surgery.search.limits import MEASURES, parse_limit
+from surgery.search.picture import draw_front
 from surgery.search.recipes import recipe_of, recipe_text
 from surgery.search.solver import Option, Problem, Solution
 from surgery.search.table import TABLE_NAME, Row, measured_damages, read_table, table_start, write_table
@@ -58,7 +61,9 @@ AT = 4096  # tokens of the sequence whose cache counts
 @dataclass(frozen=True)
 class SearchSettings:
     """What a search reads and where it runs. calibration, tokens, length, seed: as in a conversion recipe; None: the
-    recipe's default. at: tokens of a sequence whose cache and multiply-accumulates count. points: of the front.
+    recipe's default. at: tokens of a sequence whose cache and multiply-accumulates count. points: of the front. only:
+    words of the kinds of choices, comma-separated (surgery.eval.speed.selection). healing: whether the loss after
+    healing is predicted, and not that of the conversion itself. gains: a file of gains; None: those of this package.
     """
 
     calibration: Any
@@ -67,9 +72,16 @@ class SearchSettings:
     seed: int | None = None
     at: int = AT
     points: int = POINTS
+    only: str | None = None
+    healing: bool = True
+    gains: Path | None = None
     device: str | None = None
     trust_remote_code: bool = False
     revision: str | None = None
+
+    def selects(self, choice: Choice) -> bool:
+        """Return whether a choice changes the model and `only` selects its kind."""
+        return choice.is_change and is_selected(choice.title, self.only)
 
     def keys(self) -> dict[str, Any]:
         """Return the keys that all recipes of the search have."""
@@ -83,14 +95,12 @@ def search(
     out: Path,
     limits: Mapping[str, str],
     settings: SearchSettings,
-    kinds: Sequence[Kind] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Search for the best choices within limits; return what front.json holds, with "out".
 
-    limits: by name of the cost, as on the command line (surgery.search.limits). kinds: of choices; None for all. A
-    search that was interrupted goes on in `out`; one that is finished is solved for other limits without measuring
-    again.
+    limits: by name of the cost, as on the command line (surgery.search.limits). A search that was interrupted goes on in
+    `out`; one that is finished is solved for other limits without measuring again.
 
     Raises SurgeryError for limits, options or files that do not suit the model or each other.
     """
@@ -98,9 +108,13 @@ def search(
     if not limits:
         options = ", ".join(measure.option for measure in MEASURES.values())
         raise SurgeryError(f"search: give at least one limit ({options})")
+    gains = read_gains(settings.gains) if settings.healing else {}
     folder = FolderSource(source, settings.trust_remote_code, settings.revision)
     model = folder.open(progress)
-    choices = find_choices(model, settings.keys(), kinds or default_kinds(), settings.at)
+    choices = find_choices(model, settings.keys(), default_kinds(), settings.at)
+    if not any(settings.selects(choice) for choice in choices.choices):
+        names = ", ".join(dict.fromkeys(choice.title for choice in choices.choices if choice.is_change))
+        raise SurgeryError(f"search: --only {settings.only!r} selects no kind of choice; kinds are {names}")
     wanted = {name: parse_limit(MEASURES[name], text, choices.base[name]) for name, text in limits.items()}
     check_not_link(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -109,12 +123,13 @@ def search(
         for note in choices.notes:
             progress.say(f"note: {note}")
         measuring = Measuring(folder, model, choices, out, settings, progress)
-        damages = measuring.run()
-        problem = problem_of(measuring.choices, damages)
-        front = find_front(problem, wanted, settings.points)
-        result = write_result(out, measuring.choices, front_solutions(front.asked, front.others), settings, wanted)
+        predictor = Predictor(measuring.run(), gains)
+        usable = [choice for choice in choices.choices if not choice.is_change or settings.selects(choice)]
+        front = find_front(predictor.problem(usable, choices.base), wanted, settings.points)
+        result = write_result(out, choices, [front.asked, *front.others], predictor, settings, wanted)
         result |= {"binds": front.binds, "excess": dict(front.asked.excess), "notes": choices.notes}
         write_json(out / FRONT_NAME, result)
+        draw_front(result, out / PICTURE_NAME)
         shutil.rmtree(out / WORK_NAME, ignore_errors=True)
     return {"out": str(out), **result}
 
@@ -151,11 +166,10 @@ class Measuring:
         changes = [choice for choice in self.choices.choices if choice.is_change]
         rows = read_table(self.out, start, {choice.key for choice in changes})
         damages = measured_damages(rows, changes)
-        missing = [choice for choice in changes if choice.key not in damages]
+        self._restore_mixers(rows)
+        missing = [choice for choice in changes if choice.key not in damages and self.settings.selects(choice)]
         if missing:
             self._measure(samples, start, missing, damages, [*inputs.notes])
-        else:
-            self._restore_mixers(rows)
         write_table(self.out, start, self.choices, damages, self.mixers, self.settings.at)
         return damages
 
@@ -189,7 +203,7 @@ class Measuring:
             score = score_text(ctx)
             for warning in [*warnings, *(score.warnings if score else [])]:
                 self.progress.say(f"warning: {warning}")
-            self._set_contexts(ctx)
+            self._set_contexts(ctx, {choice.kind for choice in missing if choice.kind is not None})
             if any(choice.kind is not None and choice.kind.part != ATTENTION for choice in missing):
                 measure_rank_errors(ctx)  # writes the Gram matrices of the output gradients
             groups = list(steps(ctx, missing))
@@ -223,10 +237,12 @@ class Measuring:
         plan, runner = self.source.keep_reached(plan, runner, samples)
         return ConversionContext(self.model, plan, recipe, samples, runner, work, DistContext(), device, self.progress)
 
-    def _set_contexts(self, ctx: ConversionContext) -> None:
-        """Set the contexts of the kinds of attention, and the costs of MLR attention, whose ranks are measured."""
+    def _set_contexts(self, ctx: ConversionContext, missing: Collection[Kind]) -> None:
+        """Set the contexts of the kinds of attention among `missing`, and the costs of MLR attention, whose ranks are
+        measured.
+        """
         measured: MeasuredScoreDims | None = None
-        for kind in [kind for kind in self.choices.kinds if kind.part == ATTENTION]:
+        for kind in [kind for kind in missing if kind.part == ATTENTION]:
             plan = self.choices.plans[kind.part, kind.name]
             plan = replace(plan, targets={}, layout=ctx.plan.layout)
             recipe = kind_recipe(kind, self.settings.keys())
@@ -260,72 +276,89 @@ class Measuring:
                 self.mixers[choice.key] = dict(configs[choice.layer])
 
     def _restore_mixers(self, rows: Mapping[str, Row]) -> None:
-        """Take the configs that measurements chose from a finished table."""
+        """Take the configs that measurements chose from the table, of kinds that are measured in all layers."""
         for kind in [kind for kind in self.choices.kinds if "cache" in kind.settings]:
+            of_kind = [choice for choice in self.choices.choices if choice.kind == kind]
             configs = {}
-            for choice in self.choices.choices:
-                if choice.kind == kind:
-                    mixer = rows[choice.key].mixer
-                    if mixer is None or mixer.get("mixer") != kind.settings["mixer"]:
-                        raise SurgeryError(
-                            f"{self.out / TABLE_NAME}: {choice.key!r} has no mixer {kind.settings['mixer']!r}. Remove the "
-                            "file to measure again"
-                        )
-                    configs[choice.layer] = mixer
+            for choice in of_kind if all(choice.key in rows for choice in of_kind) else ():
+                mixer = rows[choice.key].mixer
+                if mixer is None or mixer.get("mixer") != kind.settings["mixer"]:
+                    raise SurgeryError(
+                        f"{self.out / TABLE_NAME}: {choice.key!r} has no mixer {kind.settings['mixer']!r}. Remove the "
+                        "file to measure again"
+                    )
+                configs[choice.layer] = mixer
             try:
-                self._set_mixers(kind, configs)
+                if configs:
+                    self._set_mixers(kind, configs)
             except (SurgeryError, TypeError, ValueError) as error:
                 raise SurgeryError(f"{self.out / TABLE_NAME}: {error}. Remove the file to measure again") from None
 
 
 # -- the result ------------------------------------------------------------------------------------
-def problem_of(choices: Choices, damages: Mapping[str, Damage]) -> Problem:
-    """Return the problem of the solver: an option for each choice, with its damage as its loss."""
-    options = tuple(
-        Option(c.key, c.covers, damages[c.key].nats if c.is_change else 0.0, dict(c.costs)) for c in choices.choices
-    )
-    return Problem(options, choices.base)
+@dataclass(frozen=True)
+class Predictor:
+    """Predicted losses. damages: of the choices, by name. gains: of families; a family without one has the gain 1."""
 
+    damages: Mapping[str, Damage]
+    gains: Mapping[str, Gain]
 
-def front_solutions(asked: Solution, others: Sequence[Solution]) -> list[Solution]:
-    """Return the solution at the limits, and the others of the front after it."""
-    return [asked, *others]
+    def term(self, choice: Choice) -> Term:
+        """Return the damage of a choice with its gain."""
+        damage = self.damages[choice.key]
+        return Term(choice.family, damage.nats, damage.error or 0.0, self.gains.get(choice.family, Gain()))
+
+    def problem(self, choices: Sequence[Choice], base: Mapping[str, int]) -> Problem:
+        """Return the problem of the solver: an option for each choice, with its predicted loss. base: costs of the
+        original.
+        """
+        options = tuple(
+            Option(c.key, c.covers, self.term(c).healed if c.is_change else 0.0, dict(c.costs)) for c in choices
+        )
+        return Problem(options, base)
+
+    def losses(self, chosen: Sequence[Choice]) -> dict[str, float]:
+        """Return the predicted loss of a whole plan with its interval, and that of the conversion before healing."""
+        terms = [self.term(choice) for choice in chosen if choice.is_change]
+        low, high = interval(terms)
+        damage = sum(term.damage for term in terms)
+        return {"loss": sum(term.healed for term in terms), "low": low, "high": high, "damage": damage}
 
 
 def write_result(
-    out: Path, choices: Choices, solutions: Sequence[Solution], settings: SearchSettings, limits: Mapping[str, int]
+    out: Path,
+    choices: Choices,
+    solutions: Sequence[Solution],
+    predictor: Predictor,
+    settings: SearchSettings,
+    limits: Mapping[str, int],
 ) -> dict[str, Any]:
     """Write the recipe of each solution; return what front.json holds of them."""
     by_key = {choice.key: choice for choice in choices.choices}
     for old in out.glob(RECIPE_NAME.format("*")):
         old.unlink()
-    points = []
+    points: list[dict[str, Any]] = []
     for number, solution in enumerate(solutions, 1):
         chosen = [by_key[option.name] for option in solution.options]
-        name = RECIPE_NAME.format(number)
-        points.append(
-            {
-                "recipe": name,
-                "loss": solution.loss,
-                "gap": solution.gap,
-                "costs": {cost: int(value) for cost, value in solution.costs.items()},
-                "choices": counts(chosen),
-            }
-        )
-        if any(choice.is_change for choice in chosen):
+        name = RECIPE_NAME.format(number) if any(choice.is_change for choice in chosen) else None
+        costs = {cost: int(value) for cost, value in solution.costs.items()}
+        losses = predictor.losses(chosen)
+        points.append({"recipe": name, **losses, "gap": solution.gap, "costs": costs, "choices": counts(chosen)})
+        if name is not None:
             text, _ = recipe_text(recipe_of(choices, chosen, settings.keys(), "chosen by surgery search"))
             with atomic_write(out / name, "w") as file:
                 file.write(text)
-        else:
-            points[-1]["recipe"] = None  # the original
-    return {"at": settings.at, "limits": dict(limits), "original": choices.base, "points": points}
+    families = dict.fromkeys(choice.family for choice in choices.choices if settings.selects(choice))
+    return {
+        "at": settings.at,
+        "limits": dict(limits),
+        "original": choices.base,
+        "healing": settings.healing,
+        "not_fitted": [family for family in families if family not in predictor.gains] if settings.healing else [],
+        "points": points,
+    }
 
 
 def counts(chosen: Sequence[Choice]) -> dict[str, int]:
     """Return how often each choice that changes the model was taken, such as {"mlp pruned 50%": 4}."""
-    names = [
-        f"{choice.kind.part} {choice.name}" if choice.kind else f"layer {choice.name}"
-        for choice in chosen
-        if choice.is_change
-    ]
-    return dict(Counter(names).most_common())
+    return dict(Counter(choice.title for choice in chosen if choice.is_change).most_common())

@@ -14,22 +14,25 @@ from surgery.search.limits import MEASURES
 def search_lines(result: dict[str, Any]) -> list[Any]:
     """Return the table of the front and sentences on its first row. result: of surgery.search.search.search."""
     original, points = result["original"], result["points"]
+    loss = "after healing" if result["healing"] else "predicted loss"
     cache = f"cache at {format_tokens(result['at'])}"
-    table = new_table(
-        "front: one row for each recipe", "recipe", "predicted loss", "parameters", "bytes", cache, "choices"
-    )
+    table = new_table("front: one row for each recipe", "recipe", loss, "converted", "parameters", "bytes", cache)
     swept = next(iter(result["limits"]))
     for number, point in sorted(enumerate(points), key=lambda item: item[1]["costs"][swept]):
         costs = point["costs"]
         name = point["recipe"] or "the original"
         table.add_row(
             f"{name} *" if number == 0 else name,
-            f"{point['loss']:.4f}",
+            f"{point['loss']:.4f} [{point['low']:.4f}, {point['high']:.4f}]",
+            f"{point['damage']:.4f}",
             _share(costs["parameters"], original["parameters"], format_count),
             _share(costs["bytes"], original["bytes"], size_text),
             _share(costs["cache"], original["cache"], size_text),
         )
-    lines: list[Any] = [table, "* at your limits. predicted loss: nats per token of KL divergence from the original"]
+    lines: list[Any] = [table, "* at your limits. Predicted losses: nats per token of KL divergence from the original"]
+    if result["not_fitted"]:
+        names = ", ".join(name.replace("_", "-") for name in result["not_fitted"])
+        lines.append(f"healing not fitted: {names}. Their loss is predicted as before healing")
     lines += [escape(line) for line in limit_lines(result)]
     if chosen := points[0]["recipe"]:
         taken = ", ".join(f"{count} x {name}" for name, count in points[0]["choices"].items())
