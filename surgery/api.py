@@ -310,6 +310,74 @@ def convert(
     return CommandResult(report, lambda: _conversion_tables(report, context))
 
 
+def search(
+    source: PathLike,
+    out: PathLike,
+    *,
+    max_bytes: str | None = None,
+    max_parameters: str | None = None,
+    max_cache_bytes: str | None = None,
+    at: int = 4096,
+    calibration: PathLike | None = None,
+    tokens: int | None = None,
+    length: int | None = None,
+    points: int = 8,
+    only: str | None = None,
+    healing: bool = True,
+    gains: PathLike | None = None,
+    seed: int | None = None,
+    device: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    quiet: bool = False,
+    progress: Progress | None = None,
+) -> CommandResult:
+    """Choose a structure for every part of every layer so that the model loses least within limits. Return the front.
+
+    Args:
+        source, revision, trust_remote_code: as in `plan`.
+        out: folder of the table, the front and the recipes; a search that was begun there goes on.
+        max_bytes, max_parameters, max_cache_bytes: limits, such as "60%" of the original, "80MB" or "80M"; None: no
+            limit. At least one is given.
+        at: tokens of the sequence whose cache counts.
+        calibration, device, seed, quiet, progress: as in `convert`.
+        tokens, length: how much of the text is read, and in windows of how many tokens; None: a recipe's default.
+        points: for how many more values of the first limit the front is solved.
+        only: words of kinds of choices, comma-separated, such as "mlp,-btt"; None: all kinds.
+        healing: whether to predict the loss after healing, or that of the conversion itself.
+        gains: file of what healing gives back; None: the values included.
+    """
+    from surgery.budget.search import SearchSettings
+    from surgery.budget.search import search as run
+    from surgery.budget.summary import search_lines
+    from surgery.core.files import explain_disk_errors
+
+    given = {"bytes": max_bytes, "parameters": max_parameters, "cache": max_cache_bytes}
+    settings = SearchSettings(
+        calibration=None if calibration is None else os.fspath(calibration),
+        tokens=tokens,
+        length=length,
+        seed=seed,
+        at=at,
+        points=points,
+        only=only,
+        healing=healing,
+        gains=None if gains is None else Path(gains),
+        device=device,
+        trust_remote_code=trust_remote_code,
+        revision=revision,
+    )
+    with explain_disk_errors(Path(out)):
+        result = run(
+            _checkpoint_name(source, "search"),
+            Path(out),
+            {name: text for name, text in given.items() if text is not None},
+            settings,
+            progress=progress or (QuietProgress() if quiet else RichProgress()),
+        )
+    return CommandResult(result, lambda: search_lines(result))
+
+
 def _conversion_tables(report: dict[str, Any], context: int) -> list[Any]:
     """Return the tables of a conversion's report and notes on its speed."""
     from surgery.publish.speed_notes import notes_for_device, report_notes

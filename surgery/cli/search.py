@@ -90,15 +90,26 @@ def search(
 
     surgery search SRC --max-bytes 60% --calibration calibration.txt --out SEARCH
     """
+    from surgery.budget.search import SearchSettings
+    from surgery.budget.search import search as run
+    from surgery.budget.summary import search_lines
     from surgery.core.files import explain_disk_errors
-    from surgery.search.search import SearchSettings
-    from surgery.search.search import search as run
-    from surgery.search.summary import search_lines
 
     given = {"bytes": max_bytes, "parameters": max_parameters, "cache": max_cache_bytes}
     texts = calibration[0] if calibration and len(calibration) == 1 else calibration or None
     settings = SearchSettings(
-        texts, tokens, length, seed, at, points, only, healing, gains, device, trust_remote_code, revision
+        calibration=texts,
+        tokens=tokens,
+        length=length,
+        seed=seed,
+        at=at,
+        points=points,
+        only=only,
+        healing=healing,
+        gains=gains,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        revision=revision,
     )
     with explain_disk_errors(out):
         result = run(

@@ -1,7 +1,7 @@
-"""Fit what healing gives back (surgery/search/gains.py) to the healed runs of the repository.
+"""Fit what healing gives back (surgery/budget/gains.py) to the healed runs of the repository.
 
 python -m recipes.papers.quality.gains [ROWS.jsonl ..]                                      print the gains
-python -m recipes.papers.quality.gains [ROWS.jsonl ..] --write surgery/search/gains.json    write them for `surgery search`
+python -m recipes.papers.quality.gains [ROWS.jsonl ..] --write surgery/budget/gains.json    write them for `surgery search`
 
 Without files, the runs are those of recipes/papers/quality/rows/healed.jsonl, which cites where each is reported. The
 last lines say how well gains order designs that they were not fitted to: each run is predicted from the others, and
@@ -15,8 +15,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from surgery.budget.gains import FLOOR, Gain, HealedRun, fit_gains, gains_data, read_runs
 from surgery.core.files import write_json
-from surgery.search.gains import FLOOR, Gain, HealedRun, fit_gains, gains_data, read_runs
 
 ROWS = Path(__file__).parent / "rows" / "healed.jsonl"  # results that belong to the repository
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from surgery.budget.limits import MEASURES
+from surgery.budget.summary import format_value
 from surgery.core.files import atomic_path
-from surgery.search.limits import MEASURES
-from surgery.search.summary import format_value
 
 COLOR, BASE_COLOR, LIMIT_COLOR = "#0072b2", "#666666", "#d55e00"
 

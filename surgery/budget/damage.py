@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+from surgery.budget.choices import ATTENTION, REMOVED, Choice
 from surgery.calibration.attention_samples import all_attention_replaced
 from surgery.calibration.data import CalibrationSet
 from surgery.conversion.context import ConversionContext
@@ -22,7 +23,6 @@ from surgery.conversion.restored import DivergenceScorer
 from surgery.conversion.score import HeldOutScore
 from surgery.conversion.streams import Contexts, Layer, waits_for
 from surgery.conversion.trial import QuickTrial, uniform_budgets
-from surgery.search.choices import ATTENTION, REMOVED, Choice
 
 PASS_BYTES = 2**30  # hidden states of the choices that one pass measures
 PASS_CHOICES = 64  # choices that one pass measures, at most; more if one layer has more

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from surgery.search.solver import Problem, Solution, binding, lowest_cost, solve
+from surgery.budget.solver import Problem, Solution, binding, lowest_cost, solve
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ from typing import Any
 
 from rich.markup import escape
 
+from surgery.budget.limits import MEASURES
 from surgery.core.files import size_text
 from surgery.core.tables import format_count, format_tokens, new_table
-from surgery.search.limits import MEASURES
 
 
 def search_lines(result: dict[str, Any]) -> list[Any]:
-    """Return the table of the front and sentences on its first row. result: of surgery.search.search.search."""
+    """Return the table of the front and sentences on its first row. result: of surgery.budget.search.search."""
     original, points = result["original"], result["points"]
     loss = "after healing" if result["healing"] else "predicted loss"
     cache = f"cache at {format_tokens(result['at'])}"

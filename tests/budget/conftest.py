@@ -39,7 +39,7 @@ def text() -> str:
 @pytest.fixture(scope="session")
 def searched(source, text, tmp_path_factory):
     """(folder, result) of a search over all kinds of choices."""
-    from surgery.search.search import SearchSettings, search
+    from surgery.budget.search import SearchSettings, search
 
     out = tmp_path_factory.mktemp("search") / "SEARCH"
     settings = SearchSettings(text, TOKENS, LENGTH, device="cpu", points=4, at=8192)

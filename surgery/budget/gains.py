@@ -8,7 +8,7 @@ quantile t of Student's distribution at 95%, and at most 1, as healing keeps its
 trained on text like the scored one. Losses are linear in damages, so that those of choices add up.
 
 The runs are rows of recipes/papers/quality/rows/healed.jsonl, of several models, texts and amounts of healing; the
-fitted values are surgery/search/gains.json. A family without runs has the gain 1, and is called not fitted.
+fitted values are surgery/budget/gains.json. A family without runs has the gain 1, and is called not fitted.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def gains_data(gains: Mapping[str, Gain]) -> dict[str, Any]:
 
 def read_gains(path: Path | None = None) -> dict[str, Gain]:
     """Return the gains of a file; None: those of this package. Raises SurgeryError if it is damaged."""
-    file = path or Path(str(importlib.resources.files("surgery.search").joinpath("gains.json")))
+    file = path or Path(str(importlib.resources.files("surgery.budget").joinpath("gains.json")))
     data = read_json(file)
     if not isinstance(data, dict):
         raise SurgeryError(f"{file} must be a mapping of families to gains, not a {type(data).__name__}")

@@ -9,6 +9,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from surgery.budget.choices import (
+    ATTENTION,
+    Choice,
+    Choices,
+    Kind,
+    LayerCosts,
+    default_kinds,
+    find_choices,
+    kind_recipe,
+)
+from surgery.budget.damage import Damage, DamagePass, steps
+from surgery.budget.front import find_front
+from surgery.budget.gains import Gain, Term, interval, read_gains
+from surgery.budget.limits import MEASURES, parse_limit
+from surgery.budget.picture import draw_front
+from surgery.budget.recipes import recipe_of, recipe_text
+from surgery.budget.solver import Option, Problem, Solution
+from surgery.budget.table import TABLE_NAME, Row, measured_damages, read_table, table_start, write_table
 from surgery.calibration.data import CalibrationSet
 from surgery.calibration.layer_runner import LayerRunner
 from surgery.checkpoint.meta_model import MetaModel
@@ -27,24 +45,6 @@ from surgery.mixers import MIXERS, mixer_config
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.recipe import validate_recipe
 from surgery.planning.targets import Plan
-from surgery.search.choices import (
-    ATTENTION,
-    Choice,
-    Choices,
-    Kind,
-    LayerCosts,
-    default_kinds,
-    find_choices,
-    kind_recipe,
-)
-from surgery.search.damage import Damage, DamagePass, steps
-from surgery.search.front import find_front
-from surgery.search.gains import Gain, Term, interval, read_gains
-from surgery.search.limits import MEASURES, parse_limit
-from surgery.search.picture import draw_front
-from surgery.search.recipes import recipe_of, recipe_text
-from surgery.search.solver import Option, Problem, Solution
-from surgery.search.table import TABLE_NAME, Row, measured_damages, read_table, table_start, write_table
 
 FRONT_NAME, PICTURE_NAME, RECIPE_NAME, WORK_NAME, LOCK_NAME = (
     "front.json",
@@ -99,7 +99,7 @@ def search(
 ) -> dict[str, Any]:
     """Search for the best choices within limits; return what front.json holds, with "out".
 
-    limits: by name of the cost, as on the command line (surgery.search.limits). A search that was interrupted goes on in
+    limits: by name of the cost, as on the command line (surgery.budget.limits). A search that was interrupted goes on in
     `out`; one that is finished is solved for other limits without measuring again.
 
     Raises SurgeryError for limits, options or files that do not suit the model or each other.

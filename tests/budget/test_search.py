@@ -8,16 +8,16 @@ import shutil
 import pytest
 from PIL import Image
 
-import surgery.search.search
+import surgery.budget.search
+from surgery.budget.choices import ATTENTION, Kind, default_kinds, linear_kinds, shipped_mixer
+from surgery.budget.damage import DamagePass
+from surgery.budget.recipes import attention_of, ranges
+from surgery.budget.search import SearchSettings, search
 from surgery.cli.main import main
 from surgery.conversion.convert import convert
 from surgery.core.errors import SurgeryError
 from surgery.planning.recipe import load_recipe
 from surgery.publish.summary import inspect
-from surgery.search.choices import ATTENTION, Kind, default_kinds, linear_kinds, shipped_mixer
-from surgery.search.damage import DamagePass
-from surgery.search.recipes import attention_of, ranges
-from surgery.search.search import SearchSettings, search
 
 LIMITS = {"bytes": "60%", "cache": "60%"}
 
@@ -83,7 +83,7 @@ def test_an_interrupted_search_goes_on(source, text, tmp_path, monkeypatch):
     """Steps that are written are not measured again, and the result is the same."""
     settings = settings_of(text, only="mlp pruned,layer")
     reference = search(str(source), tmp_path / "WHOLE", LIMITS, settings)
-    monkeypatch.setattr(surgery.search.damage, "PASS_CHOICES", 8)
+    monkeypatch.setattr(surgery.budget.damage, "PASS_CHOICES", 8)
     whole, measured = DamagePass.run, []
 
     def run(self):

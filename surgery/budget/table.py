@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from surgery.budget.choices import Choice, Choices
+from surgery.budget.damage import Damage
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.core.config import validation_error
 from surgery.core.errors import SurgeryError
 from surgery.core.files import check_not_link, read_json, size_text, write_json
-from surgery.search.choices import Choice, Choices
-from surgery.search.damage import Damage
 
 TABLE_NAME = "table.json"
 MAX_TABLE_BYTES = 2**26  # largest table that is read

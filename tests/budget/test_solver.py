@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from surgery.budget.front import find_front
+from surgery.budget.solver import Option, Problem, binding, lowest_cost, solve
 from surgery.core.errors import SurgeryError
-from surgery.search.front import find_front
-from surgery.search.solver import Option, Problem, binding, lowest_cost, solve
 
 LAYERS = 3
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
+from surgery.budget.choices import ATTENTION, MLP, PATTERNS, PROJECTIONS, REMOVED, Choice, Choices, Kind
 from surgery.planning.recipe import ConversionRecipe, validate_recipe
-from surgery.search.choices import ATTENTION, MLP, PATTERNS, PROJECTIONS, REMOVED, Choice, Choices, Kind
 
 TUNE = {"model": 20}  # as in the shipped recipes for linears
 
