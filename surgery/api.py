@@ -322,6 +322,7 @@ def search(
     tokens: int | None = None,
     length: int | None = None,
     points: int = 8,
+    bits: Sequence[int] = (),
     only: str | None = None,
     healing: bool = True,
     gains: PathLike | None = None,
@@ -343,6 +344,7 @@ def search(
         calibration, device, seed, quiet, progress: as in `convert`.
         tokens, length: how much of the text is read, and in windows of how many tokens; None: a recipe's default.
         points: for how many more values of the first limit the front is solved.
+        bits: in which parts of linears may be stored too, 8 and 4; see `quantize(rules=..)`.
         only: words of kinds of choices, comma-separated, such as "mlp,-btt"; None: all kinds.
         healing: whether to predict the loss after healing, or that of the conversion itself.
         gains: file of what healing gives back; None: the values included.
@@ -360,6 +362,7 @@ def search(
         seed=seed,
         at=at,
         points=points,
+        bits=tuple(bits),
         only=only,
         healing=healing,
         gains=None if gains is None else Path(gains),
@@ -522,6 +525,7 @@ def quantize(
     *,
     bits: int = 8,
     group: int | None = None,
+    rules: PathLike | None = None,
     progress: Progress | None = None,
 ) -> CommandResult:
     """Store the linears of a converted checkpoint or model as integers.
@@ -533,13 +537,16 @@ def quantize(
         out: folder of the quantized checkpoint; must not exist. None for a model.
         bits: 8 or 4.
         group: inputs that share a scale; None: 64 with 4 bits, all inputs of an output with 8.
+        rules: YAML file with the bits of each linear, which `search(bits=..)` writes, in place of `bits` and `group`;
+            for a folder only.
         progress: as in `convert`.
     """
     from surgery.conversion.quantize_checkpoint import quantize as run
     from surgery.conversion.quantize_checkpoint import quantize_line
     from surgery.modeling.quantize import quantize_live
+    from surgery.planning.bits_recipe import read_bits
 
-    if _is_module(converted) and out is None:
+    if _is_module(converted) and out is None and rules is None:
         result = quantize_live(converted, bits, group)
     elif out is None or _is_module(converted):
         raise SurgeryError(
@@ -547,7 +554,8 @@ def quantize(
         )
     else:
         name = _checkpoint_name(converted, "quantize")
-        result = run(name, Path(out), bits, group, progress=progress or RichProgress())
+        chosen = None if rules is None else read_bits(Path(rules))
+        result = run(name, Path(out), bits, group, rules=chosen, progress=progress or RichProgress())
     return CommandResult(result, lambda: [quantize_line(result)])
 
 

@@ -15,7 +15,7 @@ next token.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ from surgery.checkpoint.safetensors_io import DTYPES
 from surgery.conversion.mixer_init.base import build_mixer
 from surgery.core.errors import SurgeryError
 from surgery.mixers.cache_size import cache_bytes
-from surgery.modeling.modules import build_module
+from surgery.modeling.modules import build_module, quantized_entry
+from surgery.modeling.quantize import make_storage
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.depth import plan_depth
 from surgery.planning.depth_recipe import DepthRecipe
@@ -36,12 +37,14 @@ from surgery.planning.targets import LinearTarget, Plan
 from surgery.planning.weights import narrowed_entries, table_entry
 from surgery.publish.summary import compare_costs, softmax_macs
 from surgery.structures import STRUCTURES
+from surgery.structures.quantized import Storage
 
 ATTENTION, PROJECTIONS, MLP = "attention", "projections", "mlp"  # the parts of a layer
 PATTERNS = {PROJECTIONS: "attention.*", MLP: "mlp.*"}  # of the rules of parts made of linears
 AS_IS = "as it is"  # the choice that leaves a part unchanged
 REMOVED = "removed"  # the choice that removes a layer
 COSTS = ("parameters", "bytes", "cache", "macs")
+FULL_BITS = 16  # weights that keep their dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,26 +108,46 @@ class Choice:
     name: str
     kind: Kind | None = None
     costs: Mapping[str, int] = field(default_factory=dict)
+    bits: int = FULL_BITS
 
     @property
     def key(self) -> str:
         """The name of the choice in the table."""
-        return f"{self.covers[0] if len(self.covers) == 1 else self.layer}: {self.name}"
+        stored = "" if self.bits == FULL_BITS else f", {self.bits} bits"
+        return f"{self.covers[0] if len(self.covers) == 1 else self.layer}: {self.name}{stored}"
+
+    @property
+    def part(self) -> str:
+        """The part of the layer that it decides; "" for the removal of the layer."""
+        return self.covers[0].removeprefix(f"{self.layer} ") if self.name != REMOVED else ""
+
+    @property
+    def rounding(self) -> str:
+        """The key of the choice that stores the unchanged part in these bits, whose damage is added."""
+        return f"{self.covers[0]}: {AS_IS}, {self.bits} bits"
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the table has its damage; that of a changed part in fewer bits is a sum of two."""
+        return self.is_change and (self.bits == FULL_BITS or self.name == AS_IS)
 
     @property
     def title(self) -> str:
-        """The name of its kind with the part that it changes, such as "mlp pruned 50%"."""
-        return f"{self.kind.part if self.kind else 'layer'} {self.name}"
+        """The name of its kind with the part that it changes, such as "mlp pruned 50%", or "mlp in 4 bits"."""
+        if self.name == AS_IS:
+            return f"{self.part} in {self.bits} bits"
+        stored = "" if self.bits == FULL_BITS else f", {self.bits} bits"
+        return f"{self.part or 'layer'} {self.name}{stored}"
 
     @property
     def family(self) -> str:
-        """The kinds of choices whose damage heals alike; "" for a part that stays as it is."""
+        """The kinds of choices whose damage heals alike; "" for a part whose structure stays."""
         return self.kind.family if self.kind else (REMOVED if self.name == REMOVED else "")
 
     @property
     def is_change(self) -> bool:
-        """Whether the choice changes the model, so that it has a damage to measure."""
-        return self.name != AS_IS
+        """Whether the choice changes the model."""
+        return self.name != AS_IS or self.bits != FULL_BITS
 
 
 @dataclass
@@ -200,6 +223,36 @@ def find_choices(model: MetaModel, settings: Mapping[str, Any], kinds: Sequence[
     return Choices(left, plans, base, choices, notes, plan.layout.layers, removable, tuple(layer_of.values()))
 
 
+def with_bits(choices: Choices, model: MetaModel, bits: Sequence[int], at: int) -> list[Choice]:
+    """Return the choices, and those of parts of linears once more for each number of bits."""
+    plans = choices.plans
+    targets: dict[tuple[str, str], list[LinearTarget]] = {}  # of the unchanged linears of a part
+    for (part, _), plan in plans.items():
+        for target in (target for slices in plan.targets.values() for target in slices if part != ATTENTION):
+            known = targets.setdefault((target.linear.layer, part), [])
+            paths = {one.linear.path for one in known}
+            known += [LinearTarget(n, n.out, 1.0, ()) for n in target.all_linears if n.path not in paths]
+    counted = LayerCosts(model, next(iter(plans.values())).dtype, at)
+    found: list[Choice] = []
+    for choice in choices.choices:
+        found.append(choice)
+        if choice.part not in PATTERNS or (choice.layer, choice.part) not in targets:
+            continue
+        unchanged = targets[choice.layer, choice.part]
+        changed = [] if choice.kind is None else kind_targets(plans[choice.kind.part, choice.kind.name], choice.layer)
+        inside = {linear.path for target in changed for linear in target.all_linears}
+        both = [*changed, *(target for target in unchanged if target.linear.path not in inside)]
+        for number in bits:
+            costs = counted.of_linears(both, make_storage(number))
+            found.append(replace(choice, costs={**costs, "macs": choice.costs.get("macs", 0)}, bits=number))
+    return found
+
+
+def kind_targets(plan: Plan, layer: str) -> list[LinearTarget]:
+    """Return the targets of a plan in one layer that get a structure."""
+    return [t for slices in plan.targets_in_layer(layer).values() for t in slices if t.preview is not None]
+
+
 def kind_recipe(kind: Kind, settings: Mapping[str, Any]) -> ConversionRecipe:
     """Return the recipe that gives every layer a kind of choice."""
     return validate_recipe({**settings, **kind.fragment()}, f"of the search for {kind.name}")
@@ -225,7 +278,7 @@ class LayerCosts:
         if kind.part == ATTENTION:
             target = plan.attention_targets.get(layer)
             return None if target is None else self.of_mixer(target)
-        targets = [t for slices in plan.targets_in_layer(layer).values() for t in slices if t.preview is not None]
+        targets = kind_targets(plan, layer)
         return self.of_linears(targets) if targets else None
 
     def of_mixer(self, target: AttentionTarget) -> dict[str, int]:
@@ -241,23 +294,28 @@ class LayerCosts:
             "macs": macs,
         }
 
-    def of_linears(self, targets: Sequence[LinearTarget]) -> dict[str, int]:
-        """Return the costs of structures in place of linears."""
+    def of_linears(self, targets: Sequence[LinearTarget], storage: Storage | None = None) -> dict[str, int]:
+        """Return the costs of structures in place of linears; a target without a structure stays dense. storage: of the
+        integers that they are stored as, None if they keep their dtype.
+        """
         costs = dict.fromkeys(COSTS, 0)
         for target in targets:
             config: Any = target.preview
             entries = narrowed_entries(target, config) if target.neurons else {}
             for linear in target.all_linears:
                 entry = entries.get(linear.path) or table_entry(target, config)
-                tensors = build_module(entry).state_dict()
                 names = ["weight", *(["bias"] if linear.bias and target.neurons else [])]
                 before = [self.model.tensor_info(f"{linear.path}.{name}") for name in names]
-                after = [tensor for name, tensor in tensors.items() if name != "bias" or target.neurons]
                 stored = DTYPES[before[0].dtype]
-                costs["parameters"] += sum(t.numel() for t in after) - sum(info.numel for info in before)
-                costs["bytes"] += sum(stored_bytes(t, stored) for t in after) - sum(info.nbytes for info in before)
-            structure = STRUCTURES[config](target.in_, target.out, config, bias=False, device="meta")
-            costs["macs"] += round((target.macs(structure) - target.numel) * target.linear.active)
+                costs["parameters"] -= sum(info.numel for info in before)
+                costs["bytes"] -= sum(info.nbytes for info in before)
+                plain = weights_of(entry, bool(target.neurons))
+                costs["parameters"] += sum(tensor.numel() for tensor in plain)
+                kept = plain if storage is None else weights_of(quantized_entry(entry, storage), bool(target.neurons))
+                costs["bytes"] += sum(stored_bytes(tensor, stored) for tensor in kept)
+            if config is not None:
+                structure = STRUCTURES[config](target.in_, target.out, config, bias=False, device="meta")
+                costs["macs"] += round((target.macs(structure) - target.numel) * target.linear.active)
         return costs
 
     def of_layer(self, plan: Plan, layer: str, shape: Any) -> dict[str, int]:
@@ -271,6 +329,11 @@ class LayerCosts:
             "cache": -cache,
             "macs": -macs - (0 if shape is None else softmax_macs(shape, self.at)),
         }
+
+
+def weights_of(entry: dict[str, Any], with_bias: bool) -> list[torch.Tensor]:
+    """Return the tensors of a table entry, on meta; with_bias: whether its bias is among them."""
+    return [tensor for name, tensor in build_module(entry).state_dict().items() if with_bias or name != "bias"]
 
 
 def stored_bytes(tensor: torch.Tensor, stored: torch.dtype) -> int:

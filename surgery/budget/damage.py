@@ -9,20 +9,26 @@ does not see the errors of other choices.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from surgery.budget.choices import ATTENTION, REMOVED, Choice
+from torch import nn
+
+from surgery.budget.choices import ATTENTION, REMOVED, Choice, part_name
 from surgery.calibration.attention_samples import all_attention_replaced
 from surgery.calibration.data import CalibrationSet
+from surgery.checkpoint.safetensors_io import DTYPES
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.hybrid import init_trial_mixer
+from surgery.conversion.replacement import swapped_modules
 from surgery.conversion.restored import DivergenceScorer
 from surgery.conversion.score import HeldOutScore
 from surgery.conversion.streams import Contexts, Layer, waits_for
 from surgery.conversion.trial import QuickTrial, uniform_budgets
+from surgery.modeling.quantize import make_storage, quantize_named
 
 PASS_BYTES = 2**30  # hidden states of the choices that one pass measures
 PASS_CHOICES = 64  # choices that one pass measures, at most; more if one layer has more
@@ -56,6 +62,11 @@ class DamagePass:
         first = {choice.key: choice.layer for choice in linears}
         self.trial = QuickTrial(self.ctx, budgets, done, plan_of, first)
         self.others = [choice for choice in choices if choice.key not in first]
+        self.parts: dict[str, list[str]] = {}  # the linears of each part
+        for (part, _), plan in plans.items():
+            for target in (target for slices in plan.targets.values() for target in slices if part != ATTENTION):
+                paths = self.parts.setdefault(part_name(target.linear.layer, part), [])
+                paths += [linear.path for linear in target.all_linears if linear.path not in paths]
 
     def run(self) -> dict[str, Damage]:
         """Return the damage of each choice, by its key."""
@@ -72,19 +83,30 @@ class DamagePass:
         for choice in self.others:
             if waits_for(self.ctx.plan.layout, layer.path, choice.layer):
                 continue
-            contexts[choice.key] = nullcontext()
             if choice.layer != layer.path:
+                contexts[choice.key] = nullcontext()
                 continue
             layer.branch("held out", choice.key)
             if choice.name == REMOVED:  # its rows go on as they came in
-                del contexts[choice.key]
                 continue
-            assert choice.kind is not None
+            if choice.kind is None:
+                rounded = self._rounded(choice)
+                contexts[choice.key] = swapped_modules(layer.call.layer, layer.path, rounded)
+                continue
             of_kind = self.contexts[choice.kind.part, choice.kind.name]
             mixer = init_trial_mixer(replace(of_kind, runner=self.ctx.runner), layer.call)
             path = of_kind.plan.attention_targets[layer.path].path
             contexts[choice.key] = all_attention_replaced(self.ctx.model, {path: mixer})
         return contexts
+
+    def _rounded(self, choice: Choice) -> dict[str, nn.Module]:
+        """Return the linears of a part in integers, by path. The layer is loaded."""
+        storage, model, rounded = make_storage(choice.bits), self.ctx.model, {}
+        for path in self.parts[choice.covers[0]]:
+            dtype = DTYPES[model.tensor_info(f"{path}.weight").dtype]
+            linear: Any = copy.deepcopy(model.module(path)).to(dtype)
+            rounded[path] = quantize_named(path, linear, storage).float().eval().requires_grad_(False)
+        return rounded
 
 
 def _damage(score: HeldOutScore) -> Damage:

@@ -46,3 +46,11 @@ def parse_limit(measure: Measure, text: str, original: float) -> int:
     if limit < 1:
         raise SurgeryError(f"{measure.option} must be above 0 (got {text!r})")
     return limit
+
+
+def parse_bits(text: str | None) -> tuple[int, ...]:
+    """Return the numbers of bits of a list such as 8,4. Raises SurgeryError for anything but 8 and 4."""
+    words = [word.strip() for word in (text or "").split(",") if word.strip()]
+    if wrong := [word for word in words if word not in ("8", "4", "16")]:
+        raise SurgeryError(f"--bits must be 8, 4 or both, such as 8,4 (got {wrong[0]!r})")
+    return tuple(dict.fromkeys(int(word) for word in words if word != "16"))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.budget.limits import MEASURES
-from surgery.budget.summary import format_value
+from surgery.budget.summary import format_value, point_name
 from surgery.core.files import atomic_path
 
 COLOR, BASE_COLOR, LIMIT_COLOR = "#0072b2", "#666666", "#d55e00"
@@ -26,12 +26,10 @@ def draw_front(result: dict[str, Any], path: Path) -> None:
     axes = figure.add_subplot()
     axes.plot(xs, ys, "o-", color=COLOR, ms=4, lw=1)
     axes.fill_between(xs, [p["low"] for p in points], [p["high"] for p in points], color=COLOR, alpha=0.18, linewidth=0)
-    axes.plot(
-        [asked["costs"][swept]], [asked["loss"]], "D", color=LIMIT_COLOR, ms=8, label=asked["recipe"] or "original"
-    )
+    axes.plot([asked["costs"][swept]], [asked["loss"]], "D", color=LIMIT_COLOR, ms=8, label=point_name(asked))
     axes.axvline(result["limits"][swept], color=BASE_COLOR, lw=0.8, ls="--", label=MEASURES[swept].option)
     for point in points:
-        number = (point["recipe"] or "original").removeprefix("recipe-").removesuffix(".yaml")
+        number = point_name(point).removeprefix("recipe-").removeprefix("bits-").removesuffix(".yaml")
         place = point["costs"][swept], point["loss"]
         axes.annotate(number, place, xytext=(3, 5), textcoords="offset points", fontsize=8)
     axes.set_yscale("symlog", linthresh=max(1e-6, max(ys) / 1000))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
-from surgery.budget.choices import ATTENTION, MLP, PATTERNS, PROJECTIONS, REMOVED, Choice, Choices, Kind
-from surgery.planning.recipe import ConversionRecipe, validate_recipe
+from surgery.budget.choices import ATTENTION, FULL_BITS, MLP, PATTERNS, PROJECTIONS, REMOVED, Choice, Choices, Kind
+from surgery.planning.recipe import validate_recipe
 
+T = TypeVar("T")
 TUNE = {"model": 20}  # as in the shipped recipes for linears
 
 
@@ -37,6 +38,19 @@ def recipe_of(
     return data
 
 
+def bits_of(choices: Choices, chosen: Sequence[Choice]) -> dict[str, Any] | None:
+    """Return the rules of `surgery quantize --rules` for the result of the recipe, None if no part has fewer bits."""
+    removed = {choice.layer for choice in chosen if choice.name == REMOVED}
+    bits = {(choice.layer, choice.part): choice.bits for choice in chosen if choice.bits != FULL_BITS}
+    remaining = [layer for layer in choices.layers if layer not in removed]
+    rules = [
+        {"match": PATTERNS[part], "layers": layers, "bits": number}
+        for part in (PROJECTIONS, MLP)
+        for number, layers in ranges([bits.get((layer, part)) for layer in remaining])
+    ]
+    return {"rules": rules} if rules else None
+
+
 def attention_of(kinds: Sequence[Kind | None]) -> dict[str, Any]:
     """Return the key `attention` of a recipe. kinds: of each layer with attention, None where it keeps softmax."""
     counts = Counter(kind.name for kind in kinds if kind is not None)
@@ -52,9 +66,9 @@ def attention_of(kinds: Sequence[Kind | None]) -> dict[str, Any]:
     return settings
 
 
-def ranges(kinds: Sequence[Kind | None]) -> list[tuple[Kind, str]]:
+def ranges(kinds: Sequence[T | None]) -> list[tuple[T, str]]:
     """Return (kind, range of neighboring layers) of each run of one kind; None stands for layers without one."""
-    runs: list[tuple[Kind | None, int, int]] = []
+    runs: list[tuple[T | None, int, int]] = []
     for number, kind in enumerate(kinds):
         if runs and runs[-1][0] == kind:
             runs[-1] = (kind, runs[-1][1], number + 1)
@@ -65,7 +79,12 @@ def ranges(kinds: Sequence[Kind | None]) -> list[tuple[Kind, str]]:
     ]
 
 
-def recipe_text(data: Mapping[str, Any]) -> tuple[str, ConversionRecipe]:
-    """Return a recipe as YAML, and validated."""
-    recipe = validate_recipe(dict(data), "of the search")
-    return yaml.safe_dump(dict(data), sort_keys=False, default_flow_style=None, width=120), recipe
+def recipe_text(data: Mapping[str, Any]) -> str:
+    """Return a recipe, which is validated, as YAML."""
+    validate_recipe(dict(data), "of the search")
+    return yaml_text(data)
+
+
+def yaml_text(data: Mapping[str, Any]) -> str:
+    """Return data as YAML, in the order of its keys."""
+    return yaml.safe_dump(dict(data), sort_keys=False, default_flow_style=None, width=120)

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from surgery.budget.choices import (
+    AS_IS,
     ATTENTION,
+    FULL_BITS,
     Choice,
     Choices,
     Kind,
@@ -18,13 +20,14 @@ from surgery.budget.choices import (
     default_kinds,
     find_choices,
     kind_recipe,
+    with_bits,
 )
 from surgery.budget.damage import Damage, DamagePass, steps
 from surgery.budget.front import find_front
 from surgery.budget.gains import Gain, Term, interval, read_gains
 from surgery.budget.limits import MEASURES, parse_limit
 from surgery.budget.picture import draw_front
-from surgery.budget.recipes import recipe_of, recipe_text
+from surgery.budget.recipes import bits_of, recipe_of, recipe_text, yaml_text
 from surgery.budget.solver import Option, Problem, Solution
 from surgery.budget.table import TABLE_NAME, Row, measured_damages, read_table, table_start, write_table
 from surgery.calibration.data import CalibrationSet
@@ -45,15 +48,14 @@ from surgery.mixers import MIXERS, mixer_config
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.recipe import validate_recipe
 from surgery.planning.targets import Plan
+from surgery.structures.quantized import BITS
 
-FRONT_NAME, PICTURE_NAME, RECIPE_NAME, WORK_NAME, LOCK_NAME = (
-    "front.json",
-    "front.png",
-    "recipe-{}.yaml",
-    "work",
-    "lock",
+FRONT_NAME, PICTURE_NAME, WORK_NAME, LOCK_NAME = "front.json", "front.png", "work", "lock"
+RECIPE_NAME, BITS_NAME = "recipe-{}.yaml", "bits-{}.yaml"  # by number of the point
+KNOWN_FILES = (
+    *(TABLE_NAME, FRONT_NAME, PICTURE_NAME, RECIPE_NAME.format("*"), BITS_NAME.format("*")),
+    *(f"{WORK_NAME}/**", LOCK_NAME),
 )
-KNOWN_FILES = (TABLE_NAME, FRONT_NAME, PICTURE_NAME, RECIPE_NAME.format("*"), f"{WORK_NAME}/**", LOCK_NAME)
 POINTS = 8  # of the front, beside the one at the limits
 AT = 4096  # tokens of the sequence whose cache counts
 
@@ -61,7 +63,7 @@ AT = 4096  # tokens of the sequence whose cache counts
 @dataclass(frozen=True)
 class SearchSettings:
     """What a search reads and where it runs. calibration, tokens, length, seed: as in a conversion recipe; None: the
-    recipe's default. at: tokens of a sequence whose cache and multiply-accumulates count. points: of the front. only:
+    recipe's default. at: tokens of a sequence whose cache and multiply-accumulates count. points: of the front. bits: in which parts of linears may be stored beside their dtype, 8 and 4. only:
     words of the kinds of choices, comma-separated (surgery.eval.speed.selection). healing: whether the loss after
     healing is predicted, and not that of the conversion itself. gains: a file of gains; None: those of this package.
     """
@@ -72,6 +74,7 @@ class SearchSettings:
     seed: int | None = None
     at: int = AT
     points: int = POINTS
+    bits: tuple[int, ...] = ()
     only: str | None = None
     healing: bool = True
     gains: Path | None = None
@@ -80,8 +83,10 @@ class SearchSettings:
     revision: str | None = None
 
     def selects(self, choice: Choice) -> bool:
-        """Return whether a choice changes the model and `only` selects its kind."""
-        return choice.is_change and is_selected(choice.title, self.only)
+        """Return whether a choice changes the model and `only` selects its kind; fewer bits are selected by `bits`."""
+        if choice.bits not in (FULL_BITS, *self.bits):
+            return False
+        return choice.is_change and (choice.name == AS_IS or is_selected(choice.title, self.only))
 
     def keys(self) -> dict[str, Any]:
         """Return the keys that all recipes of the search have."""
@@ -108,6 +113,8 @@ def search(
     if not limits:
         options = ", ".join(measure.option for measure in MEASURES.values())
         raise SurgeryError(f"search: give at least one limit ({options})")
+    if wrong := [number for number in settings.bits if number not in BITS]:
+        raise SurgeryError(f"search: bits must be 8 or 4 (got {wrong[0]})")
     gains = read_gains(settings.gains) if settings.healing else {}
     folder = FolderSource(source, settings.trust_remote_code, settings.revision)
     model = folder.open(progress)
@@ -124,9 +131,12 @@ def search(
             progress.say(f"note: {note}")
         measuring = Measuring(folder, model, choices, out, settings, progress)
         predictor = Predictor(measuring.run(), gains)
-        usable = [choice for choice in choices.choices if not choice.is_change or settings.selects(choice)]
+        every = with_bits(choices, model, settings.bits, settings.at)
+        usable = [choice for choice in every if not choice.is_change or settings.selects(choice)]
         front = find_front(predictor.problem(usable, choices.base), wanted, settings.points)
-        result = write_result(out, choices, [front.asked, *front.others], predictor, settings, wanted)
+        result = write_result(
+            out, replace(choices, choices=usable), [front.asked, *front.others], predictor, settings, wanted
+        )
         result |= {"binds": front.binds, "excess": dict(front.asked.excess), "notes": choices.notes}
         write_json(out / FRONT_NAME, result)
         draw_front(result, out / PICTURE_NAME)
@@ -163,15 +173,24 @@ class Measuring:
         samples = CalibrationSet.from_inputs(inputs.tensors, recipe.holdout)
         self._leave_out_wide_windows(samples)
         start = table_start(self.model, self.settings.keys(), samples.digest())
-        changes = [choice for choice in self.choices.choices if choice.is_change]
+        changes = self._measured_choices()
         rows = read_table(self.out, start, {choice.key for choice in changes})
         damages = measured_damages(rows, changes)
         self._restore_mixers(rows)
         missing = [choice for choice in changes if choice.key not in damages and self.settings.selects(choice)]
         if missing:
             self._measure(samples, start, missing, damages, [*inputs.notes])
-        write_table(self.out, start, self.choices, damages, self.mixers, self.settings.at)
+        self._write(start, damages)
         return damages
+
+    def _measured_choices(self) -> list[Choice]:
+        """Return the choices that have rows in the table, with their costs."""
+        every = with_bits(self.choices, self.model, BITS, self.settings.at)
+        return [choice for choice in every if choice.is_measured]
+
+    def _write(self, start: Mapping[str, Any], damages: Mapping[str, Damage]) -> None:
+        choices = replace(self.choices, choices=self._measured_choices())
+        write_table(self.out, start, choices, damages, self.mixers, self.settings.at)
 
     def _leave_out_wide_windows(self, samples: CalibrationSet) -> None:
         """Leave out mixers whose window holds whole samples: nothing shows what they lose."""
@@ -211,7 +230,7 @@ class Measuring:
                 title = f"measuring choices, step {number} of {len(groups)}"
                 with self.progress.bar(title, len(ctx.plan.layout.layers)) as tick:
                     damages |= DamagePass(ctx, group, self.choices.plans, self.contexts, tick).run()
-                write_table(self.out, start, self.choices, damages, self.mixers, self.settings.at)
+                self._write(start, damages)
 
     def _context(self, samples: CalibrationSet) -> ConversionContext:
         """Return the context of all linears: their targets, and pruned MLPs beside them, as a quick trial fits them."""
@@ -303,23 +322,30 @@ class Predictor:
     damages: Mapping[str, Damage]
     gains: Mapping[str, Gain]
 
-    def term(self, choice: Choice) -> Term:
-        """Return the damage of a choice with its gain."""
-        damage = self.damages[choice.key]
-        return Term(choice.family, damage.nats, damage.error or 0.0, self.gains.get(choice.family, Gain()))
+    def terms(self, choice: Choice) -> list[Term]:
+        """Return the damage of a choice with its gain, and that of its bits, which are chosen after healing."""
+        terms = []
+        if choice.name != AS_IS:
+            damage = self.damages[replace(choice, bits=FULL_BITS).key]
+            gain = self.gains.get(choice.family, Gain())
+            terms.append(Term(choice.family, damage.nats, damage.error or 0.0, gain))
+        if choice.bits != FULL_BITS:
+            damage = self.damages[choice.rounding]
+            terms.append(Term("bits", damage.nats, damage.error or 0.0, Gain()))
+        return terms
 
     def problem(self, choices: Sequence[Choice], base: Mapping[str, int]) -> Problem:
         """Return the problem of the solver: an option for each choice, with its predicted loss. base: costs of the
         original.
         """
         options = tuple(
-            Option(c.key, c.covers, self.term(c).healed if c.is_change else 0.0, dict(c.costs)) for c in choices
+            Option(c.key, c.covers, sum(term.healed for term in self.terms(c)), dict(c.costs)) for c in choices
         )
         return Problem(options, base)
 
     def losses(self, chosen: Sequence[Choice]) -> dict[str, float]:
         """Return the predicted loss of a whole plan with its interval, and that of the conversion before healing."""
-        terms = [self.term(choice) for choice in chosen if choice.is_change]
+        terms = [term for choice in chosen for term in self.terms(choice)]
         low, high = interval(terms)
         damage = sum(term.damage for term in terms)
         return {"loss": sum(term.healed for term in terms), "low": low, "high": high, "damage": damage}
@@ -335,20 +361,30 @@ def write_result(
 ) -> dict[str, Any]:
     """Write the recipe of each solution; return what front.json holds of them."""
     by_key = {choice.key: choice for choice in choices.choices}
-    for old in out.glob(RECIPE_NAME.format("*")):
+    for old in [*out.glob(RECIPE_NAME.format("*")), *out.glob(BITS_NAME.format("*"))]:
         old.unlink()
     points: list[dict[str, Any]] = []
     for number, solution in enumerate(solutions, 1):
         chosen = [by_key[option.name] for option in solution.options]
-        name = RECIPE_NAME.format(number) if any(choice.is_change for choice in chosen) else None
+        name = RECIPE_NAME.format(number) if any(choice.family for choice in chosen) else None
+        rules, bits = bits_of(choices, chosen), BITS_NAME.format(number)
         costs = {cost: int(value) for cost, value in solution.costs.items()}
-        losses = predictor.losses(chosen)
-        points.append({"recipe": name, **losses, "gap": solution.gap, "costs": costs, "choices": counts(chosen)})
+        points.append(
+            {
+                "recipe": name,
+                "bits": bits if rules else None,
+                **predictor.losses(chosen),
+                "gap": solution.gap,
+                "costs": costs,
+                "choices": counts(chosen),
+            }
+        )
         if name is not None:
-            text, _ = recipe_text(recipe_of(choices, chosen, settings.keys(), "chosen by surgery search"))
-            with atomic_write(out / name, "w") as file:
-                file.write(text)
-    families = dict.fromkeys(choice.family for choice in choices.choices if settings.selects(choice))
+            data = recipe_of(choices, chosen, settings.keys(), "chosen by surgery search")
+            write_text(out / name, recipe_text(data))
+        if rules is not None:
+            write_text(out / bits, yaml_text(rules))
+    families = dict.fromkeys(choice.family for choice in choices.choices if choice.family)
     return {
         "at": settings.at,
         "limits": dict(limits),
@@ -357,6 +393,12 @@ def write_result(
         "not_fitted": [family for family in families if family not in predictor.gains] if settings.healing else [],
         "points": points,
     }
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically."""
+    with atomic_write(path, "w") as file:
+        file.write(text)
 
 
 def counts(chosen: Sequence[Choice]) -> dict[str, int]:

@@ -20,11 +20,11 @@ def search_lines(result: dict[str, Any]) -> list[Any]:
     swept = next(iter(result["limits"]))
     for number, point in sorted(enumerate(points), key=lambda item: item[1]["costs"][swept]):
         costs = point["costs"]
-        name = point["recipe"] or "the original"
+        name = point_name(point)
         table.add_row(
             f"{name} *" if number == 0 else name,
-            f"{point['loss']:.4f} [{point['low']:.4f}, {point['high']:.4f}]",
-            f"{point['damage']:.4f}",
+            f"{point['loss']:.2g} [{point['low']:.2g}, {point['high']:.2g}]",
+            f"{point['damage']:.2g}",
             _share(costs["parameters"], original["parameters"], format_count),
             _share(costs["bytes"], original["bytes"], size_text),
             _share(costs["cache"], original["cache"], size_text),
@@ -34,11 +34,21 @@ def search_lines(result: dict[str, Any]) -> list[Any]:
         names = ", ".join(name.replace("_", "-") for name in result["not_fitted"])
         lines.append(f"healing not fitted: {names}. Their loss is predicted as before healing")
     lines += [escape(line) for line in limit_lines(result)]
-    if chosen := points[0]["recipe"]:
-        taken = ", ".join(f"{count} x {name}" for name, count in points[0]["choices"].items())
-        lines.append(escape(f"{chosen}: {taken}"))
-        lines.append(escape(f"next: surgery convert SRC --recipe {result['out']}/{chosen} --out OUT"))
+    taken = ", ".join(f"{count} x {name}" for name, count in points[0]["choices"].items())
+    lines.append(escape(f"{point_name(points[0])}: {taken or 'nothing changes'}"))
+    source, commands = "SRC", []
+    if recipe := points[0]["recipe"]:
+        commands.append(f"surgery convert SRC --recipe {result['out']}/{recipe} --out OUT")
+        source = "OUT"
+    if bits := points[0]["bits"]:
+        commands.append(f"surgery quantize {source} --rules {result['out']}/{bits} --out SMALL")
+    lines += [escape(f"{'then' if number else 'next'}: {command}") for number, command in enumerate(commands)]
     return lines
+
+
+def point_name(point: dict[str, Any]) -> str:
+    """Return the file of a point of the front, or "the original"."""
+    return str(point["recipe"] or point["bits"] or "the original")
 
 
 def limit_lines(result: dict[str, Any]) -> list[str]:

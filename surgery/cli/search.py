@@ -57,6 +57,13 @@ def search(
         int,
         typer.Option(min=0, max=100, help="Solve for this many more values of the first limit, which gives the front."),
     ] = 8,
+    bits: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Let parts of linears be stored in these bits too, 8 or 4, e.g. 8,4: for `surgery quantize --rules`.",
+        ),
+    ] = None,
     only: Annotated[
         str | None,
         typer.Option(
@@ -90,6 +97,7 @@ def search(
 
     surgery search SRC --max-bytes 60% --calibration calibration.txt --out SEARCH
     """
+    from surgery.budget.limits import parse_bits
     from surgery.budget.search import SearchSettings
     from surgery.budget.search import search as run
     from surgery.budget.summary import search_lines
@@ -104,6 +112,7 @@ def search(
         seed=seed,
         at=at,
         points=points,
+        bits=parse_bits(bits),
         only=only,
         healing=healing,
         gains=gains,

@@ -15,7 +15,9 @@ from surgery.budget.recipes import attention_of, ranges
 from surgery.budget.search import SearchSettings, search
 from surgery.cli.main import main
 from surgery.conversion.convert import convert
+from surgery.conversion.quantize_checkpoint import quantize
 from surgery.core.errors import SurgeryError
+from surgery.planning.bits_recipe import read_bits
 from surgery.planning.recipe import load_recipe
 from surgery.publish.summary import inspect
 
@@ -66,6 +68,22 @@ def test_a_converted_recipe_has_the_predicted_costs(number, searched, source, tm
     attention = inspect(str(tmp_path / "OUT"))["attention_totals"]
     after = attention["cache_bytes"]["8192"][1] if attention else result["original"]["cache"]
     assert after == point["costs"]["cache"]
+
+
+def test_bits_are_for_quantize(searched, source, text, tmp_path):
+    """Recipe and rules together have the predicted bytes; where nothing else changes, the source is quantized."""
+    out = tmp_path / "SEARCH"
+    shutil.copytree(searched[0], out)
+    settings = settings_of(text, bits=(8, 4), only="mlp pruned,projections", points=6)
+    result = search(str(source), out, {"bytes": "40%"}, settings)
+    asked = result["points"][0]
+    assert asked["recipe"] and asked["bits"] == "bits-1.yaml" and any("bits" in name for name in asked["choices"])
+    convert(str(source), load_recipe(str(out / asked["recipe"]), ["tune=false"]), tmp_path / "OUT", device="cpu")
+    summary = quantize(str(tmp_path / "OUT"), tmp_path / "SMALL", rules=read_bits(out / asked["bits"]))
+    assert summary["bytes_after"] == asked["costs"]["bytes"] <= result["limits"]["bytes"]
+    alone = next(point for point in result["points"] if point["bits"] and not point["recipe"])
+    summary = quantize(str(source), tmp_path / "ALONE", rules=read_bits(out / alone["bits"]))
+    assert summary["bytes_after"] == alone["costs"]["bytes"]
 
 
 def test_other_limits_are_solved_without_measuring_again(searched, source, text, tmp_path, monkeypatch):
@@ -196,6 +214,7 @@ def test_limits_that_cannot_be_met_give_the_nearest_plan(searched, source, text,
         (("--max-bytes", "0%"), "--max-bytes must be above 0 (got '0%')"),
         (("--max-parameters", "3GB"), "--max-parameters must be a share of the original or a number"),
         (("--max-bytes", "60%", "--only", "nothing"), "--only 'nothing' selects no kind of choice"),
+        (("--max-bytes", "60%", "--bits", "3"), "--bits must be 8, 4 or both, such as 8,4 (got '3')"),
         (("--max-bytes", "60%", "--gains", "/nowhere.json"), "cannot read /nowhere.json"),
         (("--max-bytes", "60%", "--at", "0"), "must be a number of tokens"),
     ],
