@@ -317,7 +317,11 @@ def search(
     max_bytes: str | None = None,
     max_parameters: str | None = None,
     max_cache_bytes: str | None = None,
+    max_decode_ms: str | None = None,
+    max_prefill_ms: str | None = None,
     at: int = 4096,
+    on: str | None = None,
+    measured: PathLike | None = None,
     calibration: PathLike | None = None,
     tokens: int | None = None,
     length: int | None = None,
@@ -338,9 +342,11 @@ def search(
     Args:
         source, revision, trust_remote_code: as in `plan`.
         out: folder of the table, the front and the recipes; a search that was begun there goes on.
-        max_bytes, max_parameters, max_cache_bytes: limits, such as "60%" of the original, "80MB" or "80M"; None: no
-            limit. At least one is given.
-        at: tokens of the sequence whose cache counts.
+        max_bytes, max_parameters, max_cache_bytes, max_decode_ms, max_prefill_ms: limits, such as "60%" of the original,
+            "80MB", "80M" or "8.5"; None: no limit. At least one is given.
+        at: tokens of the sequence whose cache and times count.
+        on: device whose times count, such as "h200"; None: the first one with an included table.
+        measured: file of `bench("linear", out=..)` with times of linears, in place of the included ones.
         calibration, device, seed, quiet, progress: as in `convert`.
         tokens, length: how much of the text is read, and in windows of how many tokens; None: a recipe's default.
         points: for how many more values of the first limit the front is solved.
@@ -355,6 +361,7 @@ def search(
     from surgery.core.files import explain_disk_errors
 
     given = {"bytes": max_bytes, "parameters": max_parameters, "cache": max_cache_bytes}
+    given |= {"decode": max_decode_ms, "prefill": max_prefill_ms}
     settings = SearchSettings(
         calibration=None if calibration is None else os.fspath(calibration),
         tokens=tokens,
@@ -366,6 +373,8 @@ def search(
         only=only,
         healing=healing,
         gains=None if gains is None else Path(gains),
+        on=on,
+        measured=None if measured is None else Path(measured),
         device=device,
         trust_remote_code=trust_remote_code,
         revision=revision,

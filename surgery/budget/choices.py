@@ -8,12 +8,13 @@
 
 A kind of choice is a fragment of a recipe, so that costs come from the plan of that recipe, and a conversion by the
 fragments of several kinds has the sum of their costs. Costs are differences from the original: `parameters` and `bytes`
-that the checkpoint stores, `cache` in bytes of one sequence after `at` tokens, and `macs`, multiply-accumulates of the
-next token.
+that the checkpoint stores, `cache` in bytes of one sequence after `at` tokens, `macs`, multiply-accumulates of the next
+token, and with a device `decode` and `prefill` in nanoseconds (surgery/budget/times.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,10 +22,13 @@ from typing import Any
 import torch
 
 from surgery.architectures.attention import attention_paths, attention_shape
+from surgery.architectures.linears import LinearInfo
+from surgery.budget.times import PHASES, Device
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import DTYPES
 from surgery.conversion.mixer_init.base import build_mixer
 from surgery.core.errors import SurgeryError
+from surgery.mixers import AttentionShape, MixerConfig
 from surgery.mixers.cache_size import cache_bytes
 from surgery.modeling.modules import build_module, quantized_entry
 from surgery.modeling.quantize import make_storage
@@ -45,6 +49,16 @@ AS_IS = "as it is"  # the choice that leaves a part unchanged
 REMOVED = "removed"  # the choice that removes a layer
 COSTS = ("parameters", "bytes", "cache", "macs")
 FULL_BITS = 16  # weights that keep their dtype
+
+
+@dataclass(frozen=True)
+class Counting:
+    """What is counted. at: tokens of a sequence whose cache, multiply-accumulates and times count. device: whose times
+    count too, None without.
+    """
+
+    at: int
+    device: Device | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,11 +189,10 @@ def part_name(layer: str, part: str) -> str:
     return f"{layer} {part}"
 
 
-def find_choices(model: MetaModel, settings: Mapping[str, Any], kinds: Sequence[Kind], at: int) -> Choices:
+def find_choices(model: MetaModel, settings: Mapping[str, Any], kinds: Sequence[Kind], counting: Counting) -> Choices:
     """Return the choices of a model.
 
-    settings: keys that all recipes have, such as the calibration text. at: tokens of a sequence whose cache and
-    multiply-accumulates count. A kind that does not suit the model is left out with a note. Raises SurgeryError if no
+    settings: keys that all recipes have, such as the calibration text. A kind that does not suit the model is left out with a note. Raises SurgeryError if no
     kind is left.
     """
     plans: dict[tuple[str, str], Plan] = {}
@@ -195,7 +208,8 @@ def find_choices(model: MetaModel, settings: Mapping[str, Any], kinds: Sequence[
     plan = plans[left[0].part, left[0].name]
     shapes = {path: attention_shape(model.model, path) for path in attention_paths(model.model)}
     layer_of = {path: next(n for n in plan.layout.layers if path.startswith(f"{n}.")) for path in shapes}
-    counted = LayerCosts(model, plan.dtype, at)
+    counted = LayerCosts(model, plan.dtype, counting)
+    at = counting.at
     base = {
         "parameters": sum(tensor.numel for tensor in model.source.tensors.values()),
         "bytes": model.source.nbytes,
@@ -203,6 +217,7 @@ def find_choices(model: MetaModel, settings: Mapping[str, Any], kinds: Sequence[
         "macs": sum(round(n.out * n.in_ * n.active) for n in plan.layout.linears)
         + sum(softmax_macs(shape, at) for shape in shapes.values()),
     }
+    base |= counted.times_of(plan.layout.linears, shapes.values())
     choices: list[Choice] = []
     removable, note = removable_layers(model, plan)
     notes += [note] if note else []
@@ -223,7 +238,7 @@ def find_choices(model: MetaModel, settings: Mapping[str, Any], kinds: Sequence[
     return Choices(left, plans, base, choices, notes, plan.layout.layers, removable, tuple(layer_of.values()))
 
 
-def with_bits(choices: Choices, model: MetaModel, bits: Sequence[int], at: int) -> list[Choice]:
+def with_bits(choices: Choices, model: MetaModel, bits: Sequence[int], counting: Counting) -> list[Choice]:
     """Return the choices, and those of parts of linears once more for each number of bits."""
     plans = choices.plans
     targets: dict[tuple[str, str], list[LinearTarget]] = {}  # of the unchanged linears of a part
@@ -232,7 +247,7 @@ def with_bits(choices: Choices, model: MetaModel, bits: Sequence[int], at: int) 
             known = targets.setdefault((target.linear.layer, part), [])
             paths = {one.linear.path for one in known}
             known += [LinearTarget(n, n.out, 1.0, ()) for n in target.all_linears if n.path not in paths]
-    counted = LayerCosts(model, next(iter(plans.values())).dtype, at)
+    counted = LayerCosts(model, next(iter(plans.values())).dtype, counting)
     found: list[Choice] = []
     for choice in choices.choices:
         found.append(choice)
@@ -268,10 +283,10 @@ def removable_layers(model: MetaModel, plan: Plan) -> tuple[tuple[str, ...], str
 
 
 class LayerCosts:
-    """Costs of the choices of a model. dtype: in which it loads. at: tokens of a sequence."""
+    """Costs of the choices of a model. dtype: in which it loads."""
 
-    def __init__(self, model: MetaModel, dtype: torch.dtype, at: int):
-        self.model, self.dtype, self.at = model, dtype, at
+    def __init__(self, model: MetaModel, dtype: torch.dtype, counting: Counting):
+        self.model, self.dtype, self.at, self.device = model, dtype, counting.at, counting.device
 
     def of_kind(self, plan: Plan, kind: Kind, layer: str) -> dict[str, int] | None:
         """Return the costs of a kind in one layer, None if the layer has no such part."""
@@ -292,14 +307,65 @@ class LayerCosts:
             "bytes": sum(stored_bytes(tensor, stored) for tensor in state),
             "cache": cache,
             "macs": macs,
+            **self.attention_times(target.config, target.shape),
         }
+
+    def times_of(self, linears: Iterable[LinearInfo], shapes: Iterable[AttentionShape]) -> dict[str, int]:
+        """Return the times of dense linears and softmax attention by phase, {} without a device.
+
+        Raises SurgeryError for routed experts, of which few compute a token.
+        """
+        times: dict[str, int] = {}
+        linears, shapes = list(linears), list(shapes)
+        for phase in PHASES if self.device is not None else ():
+            assert self.device is not None
+            if any(linear.experts for linear in linears):
+                raise SurgeryError(
+                    "search: the time of routed experts is not known, because few of them compute a token. Leave out "
+                    "--max-decode-ms, --max-prefill-ms and --on"
+                )
+            times[phase] = sum(
+                self.device.linear_ns(phase, (n.out, n.in_), None, n.out * n.in_, "head" in n.roles) for n in linears
+            ) + sum(self.device.attention_ns(phase, None, shape, self.dtype) for shape in shapes)
+        return times
+
+    def attention_times(self, config: MixerConfig, shape: AttentionShape) -> dict[str, int]:
+        """Return the differences of times of a mixer from softmax attention, {} without a device."""
+        if self.device is None:
+            return {}
+        device = self.device
+        return {
+            phase: device.attention_ns(phase, config, shape, self.dtype)
+            - device.attention_ns(phase, None, shape, self.dtype)
+            for phase in PHASES
+        }
+
+    def structure_times(self, target: LinearTarget) -> dict[str, int]:
+        """Return the differences of times of a target's structure from its dense linears, {} without a device."""
+        config: Any = target.preview
+        if self.device is None or config is None:
+            return {}
+        before = self.times_of(target.all_linears, ())
+        if target.neurons:
+            narrow = narrowed_entries(target, config)
+            sizes = [(entry["out_features"], entry["in_features"]) for entry in narrow.values()]
+            after = {
+                phase: sum(self.device.linear_ns(phase, size, None, math.prod(size)) for size in sizes)
+                for phase in PHASES
+            }
+        else:
+            size, params = (target.out, target.in_), target.params(config)
+            after = {phase: self.device.linear_ns(phase, size, config.to_dict(), params) for phase in PHASES}
+        return {phase: after[phase] - before[phase] for phase in PHASES}
 
     def of_linears(self, targets: Sequence[LinearTarget], storage: Storage | None = None) -> dict[str, int]:
         """Return the costs of structures in place of linears; a target without a structure stays dense. storage: of the
         integers that they are stored as, None if they keep their dtype.
         """
-        costs = dict.fromkeys(COSTS, 0)
+        costs = dict.fromkeys((*COSTS, *(PHASES if self.device is not None else ())), 0)
         for target in targets:
+            for phase, change in self.structure_times(target).items():
+                costs[phase] += change
             config: Any = target.preview
             entries = narrowed_entries(target, config) if target.neurons else {}
             for linear in target.all_linears:
@@ -321,13 +387,16 @@ class LayerCosts:
     def of_layer(self, plan: Plan, layer: str, shape: Any) -> dict[str, int]:
         """Return the costs of the removal of a layer. shape: of its attention, None without."""
         inside = [self.model.tensor_info(name) for name in self.model.keys if name.startswith(f"{layer}.")]
-        macs = sum(round(n.out * n.in_ * n.active) for n in plan.layout.linears if n.layer == layer)
+        linears = [linear for linear in plan.layout.linears if linear.layer == layer]
+        macs = sum(round(n.out * n.in_ * n.active) for n in linears)
+        times = self.times_of(linears, () if shape is None else (shape,))
         cache = 0 if shape is None else cache_bytes(None, shape, self.at, self.dtype)
         return {
             "parameters": -sum(info.numel for info in inside),
             "bytes": -sum(info.nbytes for info in inside),
             "cache": -cache,
             "macs": -macs - (0 if shape is None else softmax_macs(shape, self.at)),
+            **{phase: -time for phase, time in times.items()},
         }
 
 

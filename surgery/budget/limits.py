@@ -9,6 +9,7 @@ from surgery.core.errors import SurgeryError
 
 SIZES = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 SIZES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30}
+TIMES = {"": 10**6, "ms": 10**6, "s": 10**9, "us": 10**3}  # in nanoseconds
 COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 
@@ -26,6 +27,8 @@ MEASURES = {
     "parameters": Measure("parameters", "--max-parameters", "parameters", COUNTS),
     "bytes": Measure("bytes", "--max-bytes", "bytes", SIZES),
     "cache": Measure("cache", "--max-cache-bytes", "cache bytes", SIZES),
+    "decode": Measure("decode", "--max-decode-ms", "ms of a decoding step", TIMES),
+    "prefill": Measure("prefill", "--max-prefill-ms", "ms of the prompt", TIMES),
 }
 
 
@@ -37,7 +40,7 @@ def parse_limit(measure: Measure, text: str, original: float) -> int:
     units = "|".join(sorted((unit for unit in measure.units if unit), key=len, reverse=True))
     match = re.fullmatch(rf"(\d{{1,15}}(?:\.\d{{1,15}})?)\s*(%|{units})?", text.strip(), re.ASCII | re.IGNORECASE)
     if match is None:
-        examples = "60% or 80M" if measure.units is COUNTS else "60%, 80MB or 1.5GiB"
+        examples = {id(COUNTS): "60% or 80M", id(TIMES): "60% or 8.5"}.get(id(measure.units), "60%, 80MB or 1.5GiB")
         raise SurgeryError(
             f"{measure.option} must be a share of the original or a number, such as {examples} (got {text!r})"
         )

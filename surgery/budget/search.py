@@ -15,6 +15,7 @@ from surgery.budget.choices import (
     FULL_BITS,
     Choice,
     Choices,
+    Counting,
     Kind,
     LayerCosts,
     default_kinds,
@@ -30,6 +31,7 @@ from surgery.budget.picture import draw_front
 from surgery.budget.recipes import bits_of, recipe_of, recipe_text, yaml_text
 from surgery.budget.solver import Option, Problem, Solution
 from surgery.budget.table import TABLE_NAME, Row, measured_damages, read_table, table_start, write_table
+from surgery.budget.times import PHASES, find_device
 from surgery.calibration.data import CalibrationSet
 from surgery.calibration.layer_runner import LayerRunner
 from surgery.checkpoint.meta_model import MetaModel
@@ -66,6 +68,7 @@ class SearchSettings:
     recipe's default. at: tokens of a sequence whose cache and multiply-accumulates count. points: of the front. bits: in which parts of linears may be stored beside their dtype, 8 and 4. only:
     words of the kinds of choices, comma-separated (surgery.eval.speed.selection). healing: whether the loss after
     healing is predicted, and not that of the conversion itself. gains: a file of gains; None: those of this package.
+    on, measured: the device whose times count, and a file of `surgery bench linear --out` (surgery/budget/times.py).
     """
 
     calibration: Any
@@ -78,9 +81,16 @@ class SearchSettings:
     only: str | None = None
     healing: bool = True
     gains: Path | None = None
+    on: str | None = None
+    measured: Path | None = None
     device: str | None = None
     trust_remote_code: bool = False
     revision: str | None = None
+
+    def counting(self, limits: Mapping[str, str]) -> Counting:
+        """Return what is counted: times only where they are limited, or a device is named."""
+        needed = self.on is not None or self.measured is not None or any(phase in limits for phase in PHASES)
+        return Counting(self.at, find_device(self.on, self.measured, self.at) if needed else None)
 
     def selects(self, choice: Choice) -> bool:
         """Return whether a choice changes the model and `only` selects its kind; fewer bits are selected by `bits`."""
@@ -118,7 +128,8 @@ def search(
     gains = read_gains(settings.gains) if settings.healing else {}
     folder = FolderSource(source, settings.trust_remote_code, settings.revision)
     model = folder.open(progress)
-    choices = find_choices(model, settings.keys(), default_kinds(), settings.at)
+    counting = settings.counting(limits)
+    choices = find_choices(model, settings.keys(), default_kinds(), counting)
     if not any(settings.selects(choice) for choice in choices.choices):
         names = ", ".join(dict.fromkeys(choice.title for choice in choices.choices if choice.is_change))
         raise SurgeryError(f"search: --only {settings.only!r} selects no kind of choice; kinds are {names}")
@@ -129,14 +140,15 @@ def search(
         check_no_unknown_files(out, KNOWN_FILES)
         for note in choices.notes:
             progress.say(f"note: {note}")
-        measuring = Measuring(folder, model, choices, out, settings, progress)
+        measuring = Measuring(folder, model, choices, out, settings, counting, progress=progress)
         predictor = Predictor(measuring.run(), gains)
-        every = with_bits(choices, model, settings.bits, settings.at)
+        every = with_bits(choices, model, settings.bits, measuring.counting)
         usable = [choice for choice in every if not choice.is_change or settings.selects(choice)]
         front = find_front(predictor.problem(usable, choices.base), wanted, settings.points)
         result = write_result(
             out, replace(choices, choices=usable), [front.asked, *front.others], predictor, settings, wanted
         )
+        result["times"] = counting.device.describe() if counting.device is not None else ""
         result |= {"binds": front.binds, "excess": dict(front.asked.excess), "notes": choices.notes}
         write_json(out / FRONT_NAME, result)
         draw_front(result, out / PICTURE_NAME)
@@ -157,8 +169,11 @@ class Measuring:
         choices: Choices,
         out: Path,
         settings: SearchSettings,
+        counting: Counting,
+        *,
         progress: Progress,
     ):
+        self.counting = counting
         self.source, self.model, self.choices, self.out = source, model, choices, out
         self.settings, self.progress = settings, progress
         self.mixers: dict[str, dict[str, Any]] = {}  # configs that measurements chose, by name of the choice
@@ -185,7 +200,7 @@ class Measuring:
 
     def _measured_choices(self) -> list[Choice]:
         """Return the choices that have rows in the table, with their costs."""
-        every = with_bits(self.choices, self.model, BITS, self.settings.at)
+        every = with_bits(self.choices, self.model, BITS, self.counting)
         return [choice for choice in every if choice.is_measured]
 
     def _write(self, start: Mapping[str, Any], damages: Mapping[str, Damage]) -> None:
@@ -288,7 +303,7 @@ class Measuring:
             MIXERS[config].check_config(config, target.shape)
             targets[layer] = replace(target, config=config)
         self.choices.plans[kind.part, kind.name] = replace(plan, attention_targets=targets)
-        counted = LayerCosts(self.model, plan.dtype, self.settings.at)
+        counted = LayerCosts(self.model, plan.dtype, self.counting)
         for number, choice in enumerate(self.choices.choices):
             if choice.kind == kind:
                 self.choices.choices[number] = replace(choice, costs=counted.of_mixer(targets[choice.layer]))

@@ -100,15 +100,21 @@ def lowest_cost(problem: Problem, name: str, limits: Mapping[str, float]) -> Sol
 
 
 def binding(problem: Problem, limits: Mapping[str, float], solution: Solution) -> list[str]:
-    """Return the limits without which the loss would be lower, or, if limits are exceeded, those that are."""
+    """Return the limits without which the loss would be lower, or, if limits are exceeded, those that are. Where no
+    single one is, because another one asks for the same, all that the choice without limits exceeds.
+    """
     if solution.excess:
         return list(solution.excess)
     names = []
     for name in limits:
         without = _within(problem, {other: limit for other, limit in limits.items() if other != name})
-        if without is not None and without.costs[name] > limits[name]:
+        if without is not None and without.loss < solution.loss and without.costs[name] > limits[name]:
             names.append(name)
-    return names
+    if names:
+        return names
+    free = _within(problem, {})
+    assert free is not None
+    return [name for name, limit in limits.items() if free.costs[name] > limit]
 
 
 def _within(problem: Problem, limits: Mapping[str, float]) -> Solution | None:

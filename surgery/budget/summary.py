@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from rich.markup import escape
 
 from surgery.budget.limits import MEASURES
+from surgery.budget.times import PHASES
 from surgery.core.files import size_text
 from surgery.core.tables import format_count, format_tokens, new_table
 
@@ -16,7 +18,11 @@ def search_lines(result: dict[str, Any]) -> list[Any]:
     original, points = result["original"], result["points"]
     loss = "after healing" if result["healing"] else "predicted loss"
     cache = f"cache at {format_tokens(result['at'])}"
-    table = new_table("front: one row for each recipe", "recipe", loss, "converted", "parameters", "bytes", cache)
+    timed = [phase for phase in PHASES if phase in original]
+    columns = [f"{phase}, ms" for phase in timed]
+    table = new_table(
+        "front: one row for each recipe", "recipe", loss, "converted", "parameters", "bytes", cache, *columns
+    )
     swept = next(iter(result["limits"]))
     for number, point in sorted(enumerate(points), key=lambda item: item[1]["costs"][swept]):
         costs = point["costs"]
@@ -28,8 +34,11 @@ def search_lines(result: dict[str, Any]) -> list[Any]:
             _share(costs["parameters"], original["parameters"], format_count),
             _share(costs["bytes"], original["bytes"], size_text),
             _share(costs["cache"], original["cache"], size_text),
+            *(_share(costs[phase], original[phase], partial(format_value, phase)) for phase in timed),
         )
     lines: list[Any] = [table, "* at your limits. Predicted losses: nats per token of KL divergence from the original"]
+    if result["times"]:
+        lines.append(escape(result["times"]))
     if result["not_fitted"]:
         names = ", ".join(name.replace("_", "-") for name in result["not_fitted"])
         lines.append(f"healing not fitted: {names}. Their loss is predicted as before healing")
@@ -68,6 +77,8 @@ def limit_lines(result: dict[str, Any]) -> list[str]:
 
 def format_value(name: str, value: float) -> str:
     """Format a value of a cost."""
+    if name in PHASES:
+        return f"{value / 1e6:.3g}"
     return format_count(round(value)) if name == "parameters" else size_text(value)
 
 

@@ -47,9 +47,35 @@ def search(
             "--at",
             parser=options.parse_tokens,
             metavar="TOKENS",
-            help="Count the cache of a sequence of this length, e.g. 32768 or 32k (32 x 1,024).",
+            help="Count cache and times of a sequence of this length, e.g. 32768 or 32k (32 x 1,024).",
         ),
     ] = 4096,
+    max_decode_ms: Annotated[
+        str | None,
+        typer.Option(
+            "--max-decode-ms",
+            metavar="LIMIT",
+            help="Let a decoding step of one sequence after --at tokens take at most these ms, e.g. 60% or 8.5.",
+        ),
+    ] = None,
+    max_prefill_ms: Annotated[
+        str | None,
+        typer.Option(
+            "--max-prefill-ms",
+            metavar="LIMIT",
+            help="Let a prompt of --at tokens take at most these ms, e.g. 60% or 120.",
+        ),
+    ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DEVICE", help="Take the times of this device, e.g. h200. Default: the first one included."
+        ),
+    ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Take the times of linears from this file of `surgery bench linear --out`."),
+    ] = None,
     calibration: options.CalibrationTexts = None,
     tokens: options.CalibrationTokens = None,
     length: options.CalibrationLength = None,
@@ -104,6 +130,7 @@ def search(
     from surgery.core.files import explain_disk_errors
 
     given = {"bytes": max_bytes, "parameters": max_parameters, "cache": max_cache_bytes}
+    given |= {"decode": max_decode_ms, "prefill": max_prefill_ms}
     texts = calibration[0] if calibration and len(calibration) == 1 else calibration or None
     settings = SearchSettings(
         calibration=texts,
@@ -116,6 +143,8 @@ def search(
         only=only,
         healing=healing,
         gains=gains,
+        on=on,
+        measured=measured,
         device=device,
         trust_remote_code=trust_remote_code,
         revision=revision,

@@ -5,19 +5,21 @@ python -m recipes.papers.quality.gains [ROWS.jsonl ..] --write surgery/budget/ga
 
 Without files, the runs are those of recipes/papers/quality/rows/healed.jsonl, which cites where each is reported. The
 last lines say how well gains order designs that they were not fitted to: each run is predicted from the others, and
-ranked among the runs of the same model and text, by the prediction and by its damage alone (Spearman's correlation
+ranked among the runs of the same model, by the prediction and by its damage alone (Spearman's correlation
 with the loss after healing).
 """
 
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from surgery.budget.gains import FLOOR, Gain, HealedRun, fit_gains, gains_data, read_runs
 from surgery.core.files import write_json
 
+LEAST_RUNS = 4  # of a model whose ranks are correlated
 ROWS = Path(__file__).parent / "rows" / "healed.jsonl"  # results that belong to the repository
 
 
@@ -36,14 +38,15 @@ def rank_correlations(runs: Sequence[HealedRun]) -> list[tuple[str, int, float, 
     """
     from scipy.stats import spearmanr
 
-    predicted, rows = predictions_left_out(runs), []
-    for model in dict.fromkeys(run.model for run in runs):
+    counts = Counter(run.model for run in runs)
+    models, rows = [model for model, count in counts.items() if count >= LEAST_RUNS], []
+    predicted = predictions_left_out(runs) if models else []
+    for model in models:
         mine = [index for index, run in enumerate(runs) if run.model == model]
-        if len(mine) >= 4:
-            healed = [max(runs[index].healed, FLOOR) for index in mine]
-            by_gain = float(spearmanr([predicted[index] for index in mine], healed).statistic)
-            by_damage = float(spearmanr([runs[index].damage for index in mine], healed).statistic)
-            rows.append((model, len(mine), by_gain, by_damage))
+        healed = [max(runs[index].healed, FLOOR) for index in mine]
+        by_gain = float(spearmanr([predicted[index] for index in mine], healed).statistic)
+        by_damage = float(spearmanr([runs[index].damage for index in mine], healed).statistic)
+        rows.append((model, len(mine), by_gain, by_damage))
     return rows
 
 
