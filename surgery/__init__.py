@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from surgery.api import recipes as recipes
     from surgery.api import report as report
     from surgery.api import run as run
+    from surgery.api import search as search
     from surgery.api import teacher_cache as teacher_cache
     from surgery.api import toeplitz as toeplitz
     from surgery.api import verify as verify
@@ -60,6 +61,7 @@ COMMANDS = (
         "recipes",
         "report",
         "run",
+        "search",
         "teacher_cache",
     ),
     *("toeplitz", "verify"),

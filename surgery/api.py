@@ -310,6 +310,86 @@ def convert(
     return CommandResult(report, lambda: _conversion_tables(report, context))
 
 
+def search(
+    source: PathLike,
+    out: PathLike,
+    *,
+    max_bytes: str | None = None,
+    max_parameters: str | None = None,
+    max_cache_bytes: str | None = None,
+    max_decode_ms: str | None = None,
+    max_prefill_ms: str | None = None,
+    at: int = 4096,
+    on: str | None = None,
+    measured: PathLike | None = None,
+    calibration: PathLike | None = None,
+    tokens: int | None = None,
+    length: int | None = None,
+    points: int = 8,
+    bits: Sequence[int] = (),
+    only: str | None = None,
+    healing: bool = True,
+    gains: PathLike | None = None,
+    seed: int | None = None,
+    device: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    quiet: bool = False,
+    progress: Progress | None = None,
+) -> CommandResult:
+    """Choose a structure for every part of every layer so that the model loses least within limits. Return the front.
+
+    Args:
+        source, revision, trust_remote_code: as in `plan`.
+        out: folder of the table, the front and the recipes; a search that was begun there goes on.
+        max_bytes, max_parameters, max_cache_bytes, max_decode_ms, max_prefill_ms: limits, such as "60%" of the original,
+            "80MB", "80M" or "8.5"; None: no limit. At least one is given.
+        at: tokens of the sequence whose cache and times count.
+        on: device whose times count, such as "h200"; None: the first one with an included table.
+        measured: file of `bench("linear", out=..)` with times of linears, in place of the included ones.
+        calibration, device, seed, quiet, progress: as in `convert`.
+        tokens, length: how much of the text is read, and in windows of how many tokens; None: a recipe's default.
+        points: for how many more values of the first limit the front is solved.
+        bits: in which parts of linears may be stored too, 8 and 4; see `quantize(rules=..)`.
+        only: words of kinds of choices, comma-separated, such as "mlp,-btt"; None: all kinds.
+        healing: whether to predict the loss after healing, or that of the conversion itself.
+        gains: file of what healing gives back; None: the values included.
+    """
+    from surgery.budget.search import SearchSettings
+    from surgery.budget.search import search as run
+    from surgery.budget.summary import search_lines
+    from surgery.core.files import explain_disk_errors
+
+    given = {"bytes": max_bytes, "parameters": max_parameters, "cache": max_cache_bytes}
+    given |= {"decode": max_decode_ms, "prefill": max_prefill_ms}
+    settings = SearchSettings(
+        calibration=None if calibration is None else os.fspath(calibration),
+        tokens=tokens,
+        length=length,
+        seed=seed,
+        at=at,
+        points=points,
+        bits=tuple(bits),
+        only=only,
+        healing=healing,
+        gains=None if gains is None else Path(gains),
+        on=on,
+        measured=None if measured is None else Path(measured),
+        device=device,
+        trust_remote_code=trust_remote_code,
+        revision=revision,
+    )
+    with explain_disk_errors(Path(out)):
+        result = run(
+            _checkpoint_name(source, "search"),
+            Path(out),
+            {name: text for name, text in given.items() if text is not None},
+            settings,
+            progress=progress or (QuietProgress() if quiet else RichProgress()),
+        )
+    return CommandResult(result, lambda: search_lines(result))
+
+
 def _conversion_tables(report: dict[str, Any], context: int) -> list[Any]:
     """Return the tables of a conversion's report and notes on its speed."""
     from surgery.publish.speed_notes import notes_for_device, report_notes
@@ -454,6 +534,7 @@ def quantize(
     *,
     bits: int = 8,
     group: int | None = None,
+    rules: PathLike | None = None,
     progress: Progress | None = None,
 ) -> CommandResult:
     """Store the linears of a converted checkpoint or model as integers.
@@ -465,13 +546,16 @@ def quantize(
         out: folder of the quantized checkpoint; must not exist. None for a model.
         bits: 8 or 4.
         group: inputs that share a scale; None: 64 with 4 bits, all inputs of an output with 8.
+        rules: YAML file with the bits of each linear, which `search(bits=..)` writes, in place of `bits` and `group`;
+            for a folder only.
         progress: as in `convert`.
     """
     from surgery.conversion.quantize_checkpoint import quantize as run
     from surgery.conversion.quantize_checkpoint import quantize_line
     from surgery.modeling.quantize import quantize_live
+    from surgery.planning.bits_recipe import read_bits
 
-    if _is_module(converted) and out is None:
+    if _is_module(converted) and out is None and rules is None:
         result = quantize_live(converted, bits, group)
     elif out is None or _is_module(converted):
         raise SurgeryError(
@@ -479,7 +563,8 @@ def quantize(
         )
     else:
         name = _checkpoint_name(converted, "quantize")
-        result = run(name, Path(out), bits, group, progress=progress or RichProgress())
+        chosen = None if rules is None else read_bits(Path(rules))
+        result = run(name, Path(out), bits, group, rules=chosen, progress=progress or RichProgress())
     return CommandResult(result, lambda: [quantize_line(result)])
 
 

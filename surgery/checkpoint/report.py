@@ -265,12 +265,12 @@ class CalibrationReport(ReportModel):
 
 
 class StorageReport(ReportModel):
-    """Quantization of the linears: how many, bits, inputs that share a scale (None: all of an output), bytes of all
-    tensors.
+    """Quantization of the linears: how many, bits, inputs that share a scale (None: all of an output, or by the bits
+    if these differ), bytes of all tensors.
     """
 
     linears: Count
-    bits: Count
+    bits: Count | Literal["4 or 8"]
     group: Count | None
     bytes_before: Count
     bytes_after: Count

@@ -257,12 +257,22 @@ def quantize(
     out: Annotated[
         Path, typer.Option("--out", "-o", help="Write the quantized checkpoint to this folder, which must not exist.")
     ],
-    bits: Annotated[int, typer.Option(help="Store the weights of linears in 8 or 4 bits.")] = 8,
+    bits: Annotated[
+        int | None, typer.Option(help="Store the weights of linears in 8 or 4 bits. Default: 8.", show_default=False)
+    ] = None,
     group: Annotated[
         int | None,
         typer.Option(
             help="Inputs that share a scale: 8 to 256, a power of two. Default: 64 with 4 bits, all of an output with "
             "8."
+        ),
+    ] = None,
+    rules: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Give each linear the bits of this YAML file, which `surgery search --bits` writes, instead of --bits for "
+            "all.",
         ),
     ] = None,
     plugins: options.Plugins = None,
@@ -277,7 +287,14 @@ def quantize(
     from surgery.conversion.quantize_checkpoint import quantize as run
     from surgery.conversion.quantize_checkpoint import quantize_line
 
-    result = run(converted, out, bits, group, progress=_progress(as_json))
+    if rules is not None and (bits is not None or group is not None):
+        raise SurgeryError("--rules gives each linear its bits and group. Leave out --bits and --group, or --rules")
+    found = None
+    if rules is not None:
+        from surgery.planning.bits_recipe import read_bits
+
+        found = read_bits(rules)
+    result = run(converted, out, 8 if bits is None else bits, group, rules=found, progress=_progress(as_json))
     print(json.dumps(result, indent=2) if as_json else f"{quantize_line(result)}: {out}")
 
 
@@ -391,7 +408,7 @@ def bench_speed(
 # -- the application -------------------------------------------------------------------------------
 # The commands in the order of `surgery --help`, by panel.
 PANELS = {
-    "Convert": ("demo", "recipes", "plan", "convert", "run", "inspect", "quantize", "densify"),
+    "Convert": ("demo", "recipes", "plan", "search", "convert", "run", "inspect", "quantize", "densify"),
     "Heal": ("finetune", "teacher-cache"),
     "Measure": ("eval", "compare", "report", "fetch-eval-data"),
     "Share": ("push", "serve"),
@@ -407,6 +424,10 @@ def command_function(name: str) -> tuple[Callable[..., None], type[TyperCommand]
             from surgery.cli.recipes import recipes
 
             return recipes, None
+        case "search":
+            from surgery.cli.search import search
+
+            return search, None
         case "run":
             from surgery.cli.model_options import ModelCommand
             from surgery.cli.run import run

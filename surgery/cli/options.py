@@ -70,7 +70,7 @@ Revision = Annotated[
 ]
 
 
-def _parse_tokens(raw: str) -> int:
+def parse_tokens(raw: str) -> int:
     """Return a number of tokens; refuse anything but a whole number above 0, with k or M for 1,024 or 1,048,576."""
     from surgery.core.config import parse_length
 
@@ -84,7 +84,7 @@ Context = Annotated[
     int,
     typer.Option(
         "--context",
-        parser=_parse_tokens,
+        parser=parse_tokens,
         metavar="TOKENS",
         help="Prompt length that the notes on speed refer to, e.g. 32768 or 32k (32 x 1,024).",
     ),
@@ -93,7 +93,7 @@ PlannedContext = Annotated[
     int | None,
     typer.Option(
         "--context",
-        parser=_parse_tokens,
+        parser=parse_tokens,
         metavar="TOKENS",
         help="Show the caches of a sequence of this length, and notes on speed for it, e.g. 32768 or 32k (32 x 1,024). "
         "Default: caches at 1K, 8K and 64K, speed at 4K.",
@@ -149,7 +149,7 @@ CalibrationTokens = Annotated[
     int | None,
     typer.Option(
         "--tokens",
-        parser=_parse_tokens,
+        parser=parse_tokens,
         metavar="COUNT",
         help="Read this many tokens of the calibration text, e.g. 8192 or 8k (8 x 1,024). Default: the recipe's.",
     ),
@@ -158,7 +158,7 @@ CalibrationLength = Annotated[
     int | None,
     typer.Option(
         "--length",
-        parser=_parse_tokens,
+        parser=parse_tokens,
         metavar="TOKENS",
         help="Split the calibration text into windows of this many tokens. Default: the recipe's.",
     ),

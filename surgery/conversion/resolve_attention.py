@@ -35,7 +35,7 @@ def resolve_attention_plan(ctx: ConversionContext, journal: Journal) -> tuple[Pl
         else:
             replaced = keep_layers(plan.attention_targets, told["softmax"])
         plan = replace(plan, attention_targets=replaced)
-    if settings is not None and settings.cache is not None:
+    if settings is not None and settings.chooses_ranks:
         from surgery.conversion.mixer_init.mlr_allocation import allocate_score_dims, allocated_targets
 
         if journal.find("arranged") is None:

@@ -46,7 +46,7 @@ from surgery.conversion.fisher import has_lm_head
 from surgery.conversion.hybrid import evenly_spaced
 from surgery.conversion.mixer_init.base import ERROR_CAP
 from surgery.conversion.score import HeldOutScore
-from surgery.conversion.streams import Contexts, FinalStates, Layer, Streams
+from surgery.conversion.streams import Contexts, FinalStates, Layer, Streams, waits_for
 from surgery.core.journal import Journal
 from surgery.mixers import MIXERS, Mixer
 from surgery.mixers.sliding_window import Window
@@ -110,7 +110,6 @@ class VariantPass:
         self, ctx: ConversionContext, variants: Mapping[str, Variant], load: Callable[[AttentionTarget], Replace]
     ):
         self.ctx, self.variants, self.load = ctx, variants, load
-        self.order = {path: i for i, path in enumerate(ctx.plan.layout.layers)}
 
     def run(self, scored: CalibrationSet, done: Callable[[], None]) -> FinalStates:
         """Return what reaches the head on the scored rows (B, T, D), of "original" and of each variant. done: called
@@ -129,21 +128,12 @@ class VariantPass:
             replaced = self.load(target)
         contexts: dict[str, AbstractContextManager[Any]] = {"original": nullcontext()}
         for name, variant in self.variants.items():
-            if self._waits(layer.path, variant):
+            if waits_for(self.ctx.plan.layout, layer.path, variant.first):
                 continue
             if variant.first == layer.path:
                 layer.branch(variant.below, name)
             contexts[name] = replaced() if layer.path in variant.layers else nullcontext()
         return contexts
-
-    def _waits(self, path: str, variant: Variant) -> bool:
-        """Return whether the variant's rows skip a layer, because they will begin above it.
-
-        An encoder runs for all: decoders read its output.
-        """
-        if not variant.first or self.order[path] >= self.order[variant.first]:
-            return False
-        return self.ctx.plan.layout.tower(path) == self.ctx.plan.layout.tower(variant.first)
 
 
 class DivergenceScorer:

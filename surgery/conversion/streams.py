@@ -31,6 +31,7 @@ from surgery.calibration.layer_runner import NO_PERIOD, LayerCall, LayerFn, Laye
 from surgery.calibration.partition import Segment
 
 if TYPE_CHECKING:
+    from surgery.architectures.linears import ModelLayout
     from surgery.conversion.gradients import GradientPass
 
 Contexts = Mapping[str, AbstractContextManager[Any]]  # of the streams that run through a layer, in order
@@ -194,6 +195,17 @@ class Streams:
             if stream.shards
         ]
         return self.runner.run(self.inputs(), visit, segments, self.offset or NO_PERIOD)
+
+
+def waits_for(layout: ModelLayout, path: str, first: str) -> bool:
+    """Return whether a stream that begins at the layer `first` skips the layer `path`, because it will begin above it.
+
+    An encoder runs for all streams: decoders read its output.
+    """
+    layers = layout.layers
+    if not first or layers.index(path) >= layers.index(first):
+        return False
+    return layout.tower(path) == layout.tower(first)
 
 
 def rows_of(x_BTD: Tensor, rows: range) -> Tensor:

@@ -27,7 +27,7 @@ from surgery.conversion.fit import FitResult, candidate_configs, quick_fit
 from surgery.conversion.replacement import LayerReplacement, add_linear, broadcast_fits, densify_module, swapped_modules
 from surgery.conversion.score import HeldOutScore, held_out_score
 from surgery.conversion.sequential import SequentialConverter, convert_head, find_stages
-from surgery.conversion.streams import Contexts, Layer, Stream, Streams
+from surgery.conversion.streams import Contexts, Layer, Stream, Streams, waits_for
 from surgery.core.distributed import DistContext
 from surgery.planning.allocate import CostPoint, allocate_budget
 from surgery.planning.recipe import ConversionRecipe
@@ -78,6 +78,8 @@ class QuickTrial:
 
     contenders: name -> (target name -> parameters). done: called after each layer. plans: the plans of contenders that
     do not have ctx's, by name; they replace the same matrices by other structures, or MLPs and experts by pruned ones.
+    first: the layer at which a contender begins, by name; below it the contender equals the original, whose rows it goes
+    on from.
     """
 
     def __init__(
@@ -86,18 +88,26 @@ class QuickTrial:
         contenders: dict[str, dict[str, float]],
         done: Callable[[], None],
         plans: Mapping[str, Plan] | None = None,
+        first: Mapping[str, str] | None = None,
     ):
+        self.first = first or {}
         self.ctx = replace(ctx, recipe=limit_sweeps(ctx.recipe, calibrate="independent"))
         self.plans = {name: (plans or {}).get(name, ctx.plan) for name in contenders}
         self.plan, self.runner, self.recipe = ctx.plan, ctx.runner, self.ctx.recipe
         self.contenders, self.done = contenders, done
 
+    def streams(self, others: Sequence[str] = ()) -> Streams:
+        """Return the streams of the trial: "fit", "held out" and the held-out samples for each contender, and for
+        `others`, which the trial does not run.
+        """
+        samples = self.ctx.samples
+        rows = {"fit": samples.fit, "held out": samples.held_out}
+        rows |= dict.fromkeys([*self.contenders, *others], samples.held_out)
+        return Streams(self.runner, samples, {name: Stream(some, MAX_SHARDS) for name, some in rows.items()})
+
     def run(self) -> dict[str, HeldOutScore]:
         """Return each contender's score on the held-out samples."""
-        samples = self.ctx.samples
-        rows = {"fit": samples.fit, "held out": samples.held_out, **dict.fromkeys(self.contenders, samples.held_out)}
-        streams = Streams(self.runner, samples, {name: Stream(some, MAX_SHARDS) for name, some in rows.items()})
-        final = streams.run(self, self.done)
+        final = self.streams().run(self, self.done)
         scores = {}
         original_BTD = final.through("fit", "held out")
         for name, budgets in self.contenders.items():
@@ -109,18 +119,20 @@ class QuickTrial:
     def visit(self, layer: Layer) -> Contexts:
         """Fit every contender's linears to the rows to fit, and run its held-out rows through them."""
         call, stages = layer.call, list[_StageGram]()
-        if self.plan.targets_in_layer(call.path):
+        if any(plan.targets_in_layer(call.path) for plan in self.plans.values()):
             together = find_stages(self.ctx.model, self.plan, call)
             separate = [member for stage in together for member in stage.members or (stage,)]
             stages = [_StageGram(stage.paths, self.plan.targets[stage.paths[0]][0].in_) for stage in separate]
         modules: list[dict[str, nn.Module]] = [{} for _ in self.contenders]
         # `swapped_modules` reads the modules only when its stream begins, after the fits.
         swapped = [swapped_modules(call.layer, call.path, fitted) for fitted in modules]
-        return {
-            "fit": self._gather_and_fit(call, stages, modules),
-            "held out": nullcontext(),
-            **dict(zip(self.contenders, swapped)),
-        }
+        contexts = dict(zip(self.contenders, swapped))
+        for name, first in self.first.items():
+            if first == call.path:
+                layer.branch("held out", name)
+            elif waits_for(self.plan.layout, call.path, first):
+                del contexts[name]
+        return {"fit": self._gather_and_fit(call, stages, modules), "held out": nullcontext(), **contexts}
 
     @contextmanager
     def _gather_and_fit(

@@ -8,6 +8,7 @@ and surgery.conversion.quantize_checkpoint for checkpoints.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -68,7 +69,8 @@ def quantize_live(model: Any, bits: int = 8, group: int | None = None) -> dict[s
     before, find = stored_bytes(model), ModuleFinder(model)
     dense = {path: entry for path, entry in dense_linears(skeleton, table.modules).items() if find(path) is not None}
     whole = {**table.modules, **dense}
-    modules = quantized_table(whole, storage)
+    storages = dict.fromkeys(whole, storage)
+    modules = quantized_table(whole, storages)
     places = {path: name for path in whole if (name := find(path)) is not None}
     replaced = {name: quantize_named(name, copy.copy(model.get_submodule(name)), storage) for name in places.values()}
     for name, quantized in replaced.items():
@@ -77,7 +79,7 @@ def quantize_live(model: Any, bits: int = 8, group: int | None = None) -> dict[s
     connect_joined(replaced)
     hold_groups(model)
     table.modules = modules
-    summary = {**storage_summary(whole, storage), "bytes_before": before, "bytes_after": stored_bytes(model)}
+    summary = {**storage_summary(storages), "bytes_before": before, "bytes_after": stored_bytes(model)}
     if isinstance(report := getattr(model, "surgery_report", None), dict):
         report["storage"] = summary
         report["totals"]["bytes_after"] = summary["bytes_after"]
@@ -118,8 +120,8 @@ def dense_linears(model: Any, table: dict[str, Any]) -> dict[str, dict[str, Any]
     }
 
 
-def quantized_table(table: dict[str, Any], storage: Storage) -> dict[str, Any]:
-    """Return a table with the storage in each entry.
+def quantized_table(table: dict[str, Any], storages: Mapping[str, Storage]) -> dict[str, Any]:
+    """Return a table with the storage of its path in each entry.
 
     Raises SurgeryError, with the path, for experts that share a basis.
     """
@@ -130,7 +132,7 @@ def quantized_table(table: dict[str, Any], storage: Storage) -> dict[str, Any]:
                 "integers. Convert with "
                 "share: none, or multiply the structures out first: surgery densify"
             )
-    return {path: _with_storage(entry, storage) for path, entry in table.items()}
+    return {path: _with_storage(entry, storages[path]) for path, entry in table.items()}
 
 
 def _with_storage(entry: dict[str, Any], storage: Storage) -> dict[str, Any]:
@@ -172,6 +174,16 @@ def quantize_module(module: Any, storage: Storage) -> nn.Module:
     return QuantizedLinear(module, storage)
 
 
-def storage_summary(table: dict[str, Any], storage: Storage) -> dict[str, Any]:
-    """Return the number of linears and how they are stored."""
-    return {"linears": len(table), "bits": storage.bits, "group": storage.group}
+MIXED_BITS = "4 or 8"  # in a summary of linears of both kinds
+
+
+def storage_summary(storages: Mapping[str, Storage]) -> dict[str, Any]:
+    """Return the number of linears and how they are stored. storages: of the linears, by path. "group" is None if they
+    have several.
+    """
+    bits, groups = {storage.bits for storage in storages.values()}, {storage.group for storage in storages.values()}
+    return {
+        "linears": len(storages),
+        "bits": next(iter(bits)) if len(bits) == 1 else MIXED_BITS,
+        "group": next(iter(groups)) if len(groups) == 1 else None,
+    }

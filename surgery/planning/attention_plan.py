@@ -30,7 +30,8 @@ class AttentionTarget:
 
     path, layer: paths of the module and of its layer. index, count: position among the layers with attention, and their
     number. output: path of the output projection. config: the mixer's config from the recipe, before fitting. fixed:
-    mixer tensors chosen together with the config. softmax: options of softmax where a hybrid keeps it.
+    mixer tensors chosen together with the config. softmax: options of softmax where a hybrid keeps it. cache: the share
+    of the key cache for which measurements choose the ranks of MLR attention, None if they are given.
     """
 
     path: str
@@ -42,6 +43,7 @@ class AttentionTarget:
     config: MixerConfig
     fixed: dict[str, Any] = field(default_factory=dict)
     softmax: Softmax = field(default_factory=Softmax)
+    cache: float | None = None
 
 
 def find_attention_targets(
@@ -70,9 +72,10 @@ def find_attention_targets(
         except SurgeryError as error:
             raise SurgeryError(f"plan: {path}: {error}") from None
         # A default order, until allocate_score_dims has measured the dimensions on calibration text.
-        fixed = {"order": [slowest_first(shape)] * shape.groups} if settings.cache is not None else {}
+        cache = settings.cache_of(index, len(paths))
+        fixed = {"order": [slowest_first(shape)] * shape.groups} if cache is not None else {}
         output = output_path(meta_model.model, path)
-        targets[layer] = AttentionTarget(path, layer, index, len(paths), output, shape, config, fixed, softmax)
+        targets[layer] = AttentionTarget(path, layer, index, len(paths), output, shape, config, fixed, softmax, cache)
     if not targets:
         raise SurgeryError(
             f'attention.layers: "{settings.layers}" selects none of the {len(paths)} layers with attention'
@@ -173,7 +176,7 @@ def keep_layers(targets: dict[str, AttentionTarget], layers: Sequence[str]) -> d
         if layer not in layers:
             mixer_targets[layer] = target
         elif not target.softmax.is_plain:
-            mixer_targets[layer] = replace(target, config=target.softmax, fixed={})
+            mixer_targets[layer] = replace(target, config=target.softmax, fixed={}, cache=None)
     return mixer_targets
 
 

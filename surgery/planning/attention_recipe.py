@@ -178,21 +178,33 @@ class AttentionRule(BaseModel):
     """Mixer options of some layers, put over those of the recipe.
 
     layers: range of layer numbers, counted among the layers with attention. mixer: another mixer, which has none of the
-    recipe's options; None: the recipe's. All other keys are options of the mixer. A mask or feature map given by a
-    mapping or name replaces the recipe's as a whole.
+    recipe's options; None: the recipe's. cache (MLR attention): fraction of the key cache that each of these layers
+    keeps by itself; ranks, extents and the order of dimensions are then chosen by measurement. All other keys are
+    options of the mixer. A mask or feature map given by a mapping or name replaces the recipe's as a whole.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     layers: str
     mixer: str | None = None
+    cache: Annotated[float, Field(gt=0, le=1)] | None = None
 
     _layers = field_validator("layers", mode="before")(check_layer_range)
 
     def over(self, mixer: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Return (mixer, options) with this rule's put over the given ones."""
         base = options if self.mixer in (None, mixer) else {}
+        if self.cache is not None:
+            base = {key: value for key, value in base.items() if key not in ("ranks", "extents")}
         return self.mixer or mixer, {**base, **(self.model_extra or {})}
+
+    @model_serializer(mode="wrap")
+    def _omit_unset_cache(self, to_dict: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return the fields without `cache` if it is not given, which keeps recipes in reports and journals as they
+        were.
+        """
+        values: dict[str, Any] = to_dict(self)
+        return {name: value for name, value in values.items() if name != "cache" or value is not None}
 
 
 class AttentionRecipe(BaseModel):
@@ -231,13 +243,11 @@ class AttentionRecipe(BaseModel):
 
     @model_validator(mode="after")
     def _check_mixer_options(self) -> AttentionRecipe:
-        config_type: Any = MIXERS.config_type(self.mixer)
         check_mixer_options("attention", self.mixer, self.model_extra or {}, type(self))
-        if self.cache is not None and "ranks" not in config_type.__dataclass_fields__:
-            raise SurgeryError(f"attention: mixer {self.mixer!r} has no ranks for `cache` to choose; leave it out")
-        if self.cache is None:
+        check_has_ranks("attention", self.mixer, self.cache)
+        if self.cache is None and not any(rule.cache is not None for rule in self.rules):
             mixer_config({"mixer": self.mixer, **(self.model_extra or {})})
-        elif self.rules:
+        elif self.cache is not None and self.rules:
             raise SurgeryError(
                 "attention: `cache` chooses the ranks of every layer, so `rules` cannot give layers other options. "
                 "Leave one of them out"
@@ -250,10 +260,15 @@ class AttentionRecipe(BaseModel):
             check_mixer_options(name, mixer, rule.model_extra or {}, AttentionRule)
             if self.hybrid is not None and self.hybrid.of_heads:
                 check_head_mixer(name, mixer)
-            if rule.mixer is None and not rule.model_extra:
+            check_has_ranks(name, mixer, rule.cache)
+            if rule.mixer is None and rule.cache is None and not rule.model_extra:
                 raise SurgeryError(
                     f"{name}: names layers {rule.layers!r} and no option. Add one, for example window: 128"
                 )
+            if rule.cache is not None:
+                if given := [key for key in ("ranks", "extents") if key in options]:
+                    raise SurgeryError(f"{name}: `cache` chooses {given[0]}; give one of the two")
+                continue
             try:
                 mixer_config({"mixer": mixer, **options})
             except SurgeryError as error:
@@ -273,16 +288,39 @@ class AttentionRecipe(BaseModel):
         """Whether the output projection is refitted to the mixer's output."""
         return self.start == "calibrated"
 
+    @property
+    def chooses_ranks(self) -> bool:
+        """Whether measurements choose the ranks of MLR attention in some layers."""
+        return self.cache is not None or any(rule.cache is not None for rule in self.rules)
+
+    def cache_of(self, index: int, count: int) -> float | None:
+        """Return the share of the key cache for which the ranks of layer `index` of `count` are chosen, None if they are
+        not.
+        """
+        mixer, cache = self.mixer, self.cache
+        for rule in self.rules:
+            if is_layer_selected(rule.layers, index, count):
+                replaced = rule.mixer not in (None, mixer) or (rule.model_extra or {}).keys() & {"ranks"}
+                mixer, cache = rule.mixer or mixer, rule.cache if replaced or rule.cache is not None else cache
+        return cache
+
     def config_for(self, shape: AttentionShape, index: int, count: int) -> MixerConfig:
         """Return the mixer's config for the attention of layer `index` of `count`, before fitting."""
-        mixer, options = self.mixer, dict(self.model_extra or {})
+        mixer, options, cache = self.mixer, dict(self.model_extra or {}), self.cache_of(index, count)
         for rule in self.rules:
             if is_layer_selected(rule.layers, index, count):
                 mixer, options = rule.over(mixer, options)
-        if self.cache is not None and "ranks" not in options:
-            far = max(2, 2 * round(self.cache * shape.key / 2))
+        if cache is not None and "ranks" not in options:
+            far = max(2, 2 * round(cache * shape.key / 2))
             options |= {"ranks": (far, shape.key - far), "extents": (128,)} if far < shape.key else {"ranks": (far,)}
         return mixer_config({"mixer": mixer, **options})
+
+
+def check_has_ranks(where: str, mixer: str, cache: float | None) -> None:
+    """Raise SurgeryError if `cache` is given for a mixer without ranks. where: the place in the recipe."""
+    config_type: Any = MIXERS.config_type(mixer)
+    if cache is not None and "ranks" not in config_type.__dataclass_fields__:
+        raise SurgeryError(f"{where}: mixer {mixer!r} has no ranks for `cache` to choose; leave it out")
 
 
 def check_mixer_options(where: str, mixer: str, options: dict[str, Any], model: type[BaseModel]) -> None:

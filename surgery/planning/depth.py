@@ -10,7 +10,6 @@ from surgery.checkpoint.fewer_layers import LayerStack, check_layers, find_stack
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.outline import ModelDescription, describe_checkpoint
 from surgery.checkpoint.safetensors_io import TensorInfo
-from surgery.core.config import is_layer_selected
 from surgery.planning.depth_recipe import DepthRecipe
 
 
@@ -80,7 +79,8 @@ def plan_depth(recipe: DepthRecipe, described: ModelDescription, layout: ModelLa
     stack = find_stack(described.model, layout)
     dropped = recipe.dropped(stack.count)
     if recipe.remove is not None:
-        kept = tuple(i for i in range(stack.count) if not is_layer_selected(recipe.remove, i, stack.count))
+        removed = set(recipe.removed(stack.count))
+        kept = tuple(index for index in range(stack.count) if index not in removed)
     else:
         kept = block_without(stack.count - 1 - dropped, dropped, stack.count)
     return DepthPlan(stack, kept, layout, count_parameters(described), is_chosen=not recipe.is_measured)

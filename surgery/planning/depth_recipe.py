@@ -3,11 +3,12 @@
 depth: {keep: 0.75}           # three quarters of the layers, chosen on the calibration text
 depth: {drop: 8}              # eight layers fewer
 depth: {remove: "18:26"}      # these layers
+depth: {remove: [3, 18]}      # these two
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, field_validator, model_validator
 
@@ -17,7 +18,7 @@ from surgery.core.errors import SurgeryError
 
 class DepthRecipe(BaseModel):
     """Which layers are removed. One of keep (share of the layers that stay), drop (how many are removed) and remove
-    (a range of layer numbers) is given.
+    (a range of layer numbers, or a list of them) is given.
 
     refit: whether the last linear before the removed layers is fitted again to what they added.
     """
@@ -26,10 +27,13 @@ class DepthRecipe(BaseModel):
 
     keep: Annotated[float, Field(gt=0, lt=1)] | None = None
     drop: Annotated[int, Field(ge=1, strict=True)] | None = None
-    remove: str | None = None
+    remove: str | tuple[Annotated[int, Field(ge=0, strict=True)], ...] | None = None
     refit: StrictBool = True
 
-    _remove = field_validator("remove", mode="before")(check_layer_range)
+    @field_validator("remove", mode="before")
+    @classmethod
+    def _check_remove(cls, value: Any) -> Any:
+        return value if isinstance(value, (list, tuple)) else check_layer_range(value)
 
     @model_validator(mode="after")
     def _check_one(self) -> DepthRecipe:
@@ -45,10 +49,19 @@ class DepthRecipe(BaseModel):
         """Whether the layers are chosen on the calibration text."""
         return self.remove is None
 
+    def removed(self, count: int) -> list[int]:
+        """Return the numbers of the layers that `remove` names, of `count` layers. Raises SurgeryError for others."""
+        assert self.remove is not None
+        if isinstance(self.remove, str):
+            return [index for index in range(count) if is_layer_selected(self.remove, index, count)]
+        if outside := [index for index in self.remove if index >= count]:
+            raise SurgeryError(f"depth.remove: layers are 0 to {count - 1} (got {outside[0]})")
+        return sorted(set(self.remove))
+
     def dropped(self, count: int) -> int:
         """Return how many of `count` layers are removed. Raises SurgeryError if none is, or none would stay."""
         if self.remove is not None:
-            number = sum(is_layer_selected(self.remove, index, count) for index in range(count))
+            number = len(self.removed(count))
         else:
             number = self.drop if self.drop is not None else count - round(count * (self.keep or 1))
         # The first layer stays: its input are embeddings, which no other layer reads.

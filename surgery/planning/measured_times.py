@@ -99,6 +99,17 @@ class MeasuredTimes:
         copy = max(2 * self.width * tokens * out / self.bandwidth, self.shortest[PHASES[phase]])
         return Predicted(prediction.ms + copy, measured=False)
 
+    def scaled(self, phase: str, tokens: int, params: int, shape: tuple[int, int]) -> Predicted | None:
+        """Return the time of a linear (out, in) with `params` stored elements whose structure was not measured: its lower
+        bound, times the ratio of time and lower bound of the dense linear. None without times of dense linears.
+        """
+        out, in_ = shape
+        dense = self.dense(phase, tokens, out, in_, farthest=math.inf)
+        if dense is None:
+            return None
+        sizes, pass_ = (tokens, in_, out), PHASES[phase]
+        return Predicted(dense.ms * self._bound(pass_, sizes, params) / self._bound(pass_, sizes, in_ * out), False)
+
     def covers_dense(self, phase: str, tokens: int, out: int, in_: int) -> bool:
         """Return whether a dense linear was measured within the factors of COVERED."""
         at = {"tokens": tokens, "inputs": in_, "outputs": out}

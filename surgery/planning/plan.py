@@ -96,10 +96,10 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
                 f"softmax that stays gets these options: {describe_softmax(softmax)}. The heads or layers with softmax "
                 "are chosen without them"
             )
-    if attention_targets and recipe.attention and recipe.attention.cache is not None:
+    if attention_targets and recipe.attention and recipe.attention.chooses_ranks:
         notes.append(
             "attention.cache: a conversion with --calibration chooses the ranks of each layer; a plan shows the same "
-            "ranks in all layers"
+            "ranks in all layers of one share"
         )
     if attention_targets and _reads_images_both_ways(meta_model.model, whole):
         notes.append(

@@ -23,4 +23,4 @@ def before_storage(report: Mapping[str, Any]) -> str:
     """
     storage = report.get("storage")
     bits = storage.get("bits") if isinstance(storage, Mapping) else None
-    return f", before its linears were stored in {bits} bits" if bits in (8, 4) else ""
+    return f", before its linears were stored in {bits} bits" if bits in (8, 4, "4 or 8") else ""

@@ -440,6 +440,7 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
         lines.insert(0, f"replaced weights: {before:,} -> {after:,} parameters ({t['kept']:.1%} kept)")
     if storage := report.get("storage"):
         groups = f"scales of groups of {storage['group']}" if storage["group"] else "one scale per output"
+        groups = groups if storage["bits"] in (8, 4) else "groups by their bits"
         lines.append(
             f"{storage['linears']} linears stored in {storage['bits']} bits ({groups}): "
             f"{size_text(storage['bytes_before'])} -> "

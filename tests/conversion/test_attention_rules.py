@@ -80,6 +80,9 @@ def test_a_recipe_without_rules_is_written_as_before():
         ({"rules": [{"layers": "1", "steps": 3}]}, r"attention.rules.0: mixer 'linear' has no option 'steps'"),
         ({"rules": [{"layers": "1"}]}, r"attention.rules.0: names layers '1' and no option"),
         ({"rules": [{"layers": 1, "window": 3}]}, r"must be a range of layer numbers in quotes"),
+        ({"rules": [{"layers": "1", "cache": 0.5}]}, r"attention.rules.0: mixer 'linear' has no ranks for `cache`"),
+        ({"rules": [{"layers": "1", "mixer": "mlr", "cache": 0}]}, r"attention.rules.0.cache: Input should be greater than 0"),
+        ({"rules": [{"layers": "1", "mixer": "mlr", "cache": 0.5, "ranks": [4, 4]}]}, r"attention.rules.0: `cache` chooses ranks"),
         ({"rules": [{"layers": "1", "window": -3}]}, r"attention.rules.0: linear: window must be 0 or more \(got -3\)"),
         ({"rules": [{"layers": "1", "mixer": "windw"}]}, r"unknown mixer 'windw'; did you mean 'window'"),
         ({"rules": [{"layers": "7", "window": 3}]}, r'attention.rules.0: layers "7" selects none of the layers .* \[0, 1, 2, 3\]'),
@@ -97,6 +100,30 @@ def test_rules_do_not_fit_a_cache_budget():
         make_recipe(
             structure="dense", attention={"mixer": "mlr", "cache": 0.5, "rules": [{"layers": "1", "form": "nested"}]}
         )
+
+
+def test_each_layer_of_a_rule_has_a_cache_budget_of_its_own(sources, tmp_path):
+    """Every MLR layer keeps at most the share of its rule, the other layers the recipe's mixer, and plan and result
+    agree on which these are.
+    """
+    folder = sources("llama", 4)
+    save_file(tiny_inputs("llama", 6, 64), tmp_path / "inputs.safetensors")
+    rules = [{"layers": "1:3", "mixer": "mlr", "cache": 0.6}, {"layers": "2", "mixer": "mlr", "cache": 0.3}]
+    recipe = make_recipe(
+        structure="dense",
+        attention={"mixer": "window", "window": 8, "rules": rules},
+        calibration=str(tmp_path / "inputs.safetensors"),
+        curvature="none",
+    )
+    convert(str(folder), recipe, tmp_path / "out")
+    model = tiny_config("llama")[0].from_pretrained(tmp_path / "out").eval()
+    configs = [layer.self_attn.mixer.config for layer in model.model.layers]
+    assert [config.name for config in configs] == ["window", "mlr", "mlr", "window"]
+    shape = model.model.layers[1].self_attn.mixer.shape
+    full = shape.groups * shape.key * 64
+    for config, share in zip(configs[1:3], (0.6, 0.3)):
+        keys = MIXERS[config].cost(config, shape, 64).cache - shape.groups * shape.value * 64
+        assert 0 < keys <= share * full * (1 + 1e-6)
 
 
 def test_a_converted_model_has_the_states_of_its_rules(sources, tmp_path):

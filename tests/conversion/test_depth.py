@@ -171,6 +171,14 @@ def test_the_result_is_the_original_without_these_layers(family, deep, tmp_path)
     assert counted["model_after"] == sum(p.numel() for p in load(tmp_path / "out").parameters())
 
 
+def test_a_list_names_layers_apart(deep, tmp_path):
+    report = convert(str(deep("llama")), make_recipe(**DENSE, depth={"remove": [4, 1]}), tmp_path / "out")
+    assert report["depth"]["removed"] == [1, 4]
+    inputs = {**tiny_inputs("llama", 3, seed=2), "use_cache": False}
+    wanted = model_outputs(without_layers(load(deep("llama")), [0, 2, 3, 5]), inputs)
+    assert torch.equal(model_outputs(load(tmp_path / "out"), inputs), wanted)
+
+
 @pytest.mark.parametrize("family", ["gemma3", "smollm3", "gpt2"])
 def test_the_cache_has_a_layer_for_each(family, deep, tmp_path):
     """Step by step the result computes what it computes at once."""
@@ -362,6 +370,8 @@ def test_two_processes_give_the_bytes_of_one(deep, samples, tmp_path, monkeypatc
         ({"drop": 2, "keep": 0.5}, "give one of keep"),
         ({}, "give one of keep"),
         ({"remove": 3}, "range of layer numbers"),
+        ({"remove": [2, 6]}, r"depth.remove: layers are 0 to 5 \(got 6\)"),
+        ({"remove": []}, "from 1 to 5 of the 6 layers"),
     ],
 )
 def test_numbers_of_layers_that_are_refused(depth, message, deep):

@@ -435,3 +435,42 @@ def test_torchao_quantizes_converted_models(rounded, checkpoints, tmp_path):
     dense = AutoModelForCausalLM.from_pretrained(checkpoints("llama"))
     quantize_(dense, Int8WeightOnlyConfig())
     assert type(dense.model.layers[0].mlp.up_proj.weight).__name__ == "Int8Tensor"
+
+
+RULES = "rules:\n- {match: 'mlp.*', layers: '0', bits: 4, group: 16}\n- {match: mlp.down, bits: 8}\n"
+
+
+def test_rules_give_linears_their_bits(checkpoints, tmp_path):
+    """Later rules win, and linears without a rule keep their numbers."""
+    (tmp_path / "bits.yaml").write_text(RULES)
+    convert(str(checkpoints("llama")), make_recipe(**MIXED), tmp_path / "converted")
+    summary = surgery.quantize(tmp_path / "converted", tmp_path / "out", rules=tmp_path / "bits.yaml")
+    model = load("llama", tmp_path / "out")
+    stored = {path: (m.storage.bits, m.storage.group) for path, m in quantized_linears(model).items()}
+    assert stored == {
+        **{f"model.layers.0.mlp.{name}_proj": (4, 16) for name in ("gate", "up")},
+        **{f"model.layers.{layer}.mlp.down_proj": (8, None) for layer in (0, 1)},
+    }
+    assert summary["linears"] == 4 and summary["bits"] == "4 or 8" and summary["group"] is None
+    report = json.loads((tmp_path / "out" / "surgery_report.json").read_text())
+    assert report["storage"]["bits"] == "4 or 8" and "4 or 8 bits (groups by their bits)" in str(
+        surgery.inspect(tmp_path / "out")
+    )
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("rules: []", "rules"),
+        ("rules: [{match: mlp.down, bits: 3}]", "bits"),
+        ("rules: [{match: mlp.down, bits: 4, command: rm}]", "unknown key 'rules.0.command'"),
+        ("rules: [{match: mlp.dwn, bits: 4}]", r"rules.0 matches no linear \('mlp.dwn', layers :\)"),
+        ("rules: [{match: mlp.down, layers: '9', bits: 4}]", "layers 9"),
+        ("rules: {", "is not YAML"),
+    ],
+)
+def test_rules_that_are_refused(text, says, checkpoints, tmp_path):
+    (tmp_path / "bits.yaml").write_text(text)
+    with pytest.raises(SurgeryError, match=says):
+        surgery.quantize(checkpoints("llama"), tmp_path / "out", rules=tmp_path / "bits.yaml")
+    assert not (tmp_path / "out").exists()

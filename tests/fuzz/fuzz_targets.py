@@ -762,6 +762,43 @@ def measured(path: Path) -> None:
         times.fastest_measured.cache_clear()
 
 
+SEARCH_ROW = {"choice": "model.layers.0 mlp: pruned 50%", "covers": ["model.layers.0 mlp"], "family": "pruned"}
+SEARCH_ROW |= {"damage": 0.1, "error": None, "costs": {"bytes": -64}, "mixer": {"mixer": "mlr", "ranks": [4, 4]}}
+
+
+@fuzz_target(
+    "table.json",
+    {"format": 1, "start": {"source": {"name": "it"}}, "original": {"bytes": 640}, "at": 4096, "rows": [SEARCH_ROW]},
+)
+def search_table(path: Path) -> None:
+    """The table of an interrupted search."""
+    from surgery.budget.table import read_table
+
+    for row in read_table(path.parent, {"source": {"name": "it"}}, {SEARCH_ROW["choice"]}).values():
+        assert 0 <= row.damage <= 1e30
+
+
+@fuzz_target("gains.json", _read_repository_file("surgery/budget/gains.json"))
+def search_gains(path: Path) -> None:
+    """What healing gives back, for a search."""
+    from surgery.budget.gains import read_gains
+
+    assert all(gain.gain > 0 for gain in read_gains(path).values())
+
+
+@fuzz_target(
+    "bits.yaml", 'rules:\n- {match: "mlp.*", layers: "0:1", bits: 4, group: 16}\n- {match: mlp.down, bits: 8}\n'
+)
+def bits_rules(path: Path) -> None:
+    """Rules of `surgery quantize --rules`."""
+    from surgery.architectures.linears import find_linears
+    from surgery.planning.bits_recipe import read_bits
+
+    rules = read_bits(path)
+    for linear in find_linears(_meta_model().model).linears:
+        rules.rule_of(linear)
+
+
 @fuzz_target("inputs.safetensors", lambda: _input_bytes())
 def ready_inputs(path: Path) -> None:
     """Prepared model inputs as calibration data."""

@@ -7,7 +7,7 @@ a dimension is kept) and the order of the dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -185,36 +185,61 @@ class ScoreFisherPass(FisherPass):
         return ScoreRecorder(self, call, back=True)
 
 
+class MeasuredScoreDims:
+    """Sensitivities of the score dimensions of all attention targets, measured in one pass by one process.
+
+    context: tokens of the sequence whose cache is allocated.
+    """
+
+    def __init__(self, ctx: ConversionContext):
+        settings = ctx.recipe.attention
+        assert settings is not None
+        length = next(iter(ctx.samples.inputs.values())).shape[1]
+        self.plan, self.context = ctx.plan, settings.context or length
+        with ctx.progress.bar("measuring the score dimensions", len(ctx.plan.layout.layers)) as tick:
+            self.fisher_pass = ScoreFisherPass(ctx.model, ctx.plan, ctx.recipe, ctx.runner, ctx.grams_dir, tick)
+            ladder = settings.ladder
+            self.fisher_pass.extents = candidate_extents(length) if ladder is None else (0, *sorted(ladder), UNLIMITED)
+            self.fisher_pass.run(ctx.samples)
+
+    def allocate(self, layers: Sequence[str], cache: float) -> dict[str, dict[str, Any]]:
+        """Return layer -> {"config", "fixed", "rise"} for layers of one shape that share a budget; see
+        `allocate_score_dims`.
+        """
+        sensitivities = [self.fisher_pass.sensitivities[layer] for layer in layers]
+        chosen: dict[str, dict[str, Any]] = {}
+        for layer, allocation in zip(layers, allocate_ranks(sensitivities, cache, self.context)):
+            target = self.plan.attention_targets[layer]
+            fixed = {"order": allocation.order_GK.tolist()}
+            if allocation.near_HL.shape[1]:
+                fixed["near"] = allocation.near_HL.tolist()
+            config = replace(allocation.config, form=target.config.form)  # type: ignore[attr-defined]
+            if layer in self.fisher_pass.query_key_moments and config.ranks != (target.shape.key,):
+                config, tensors = self.fisher_pass.query_key_moments[layer].basis().apply_to(config)
+                fixed |= tensors
+            chosen[layer] = {"config": config.to_dict(), "fixed": fixed, "rise": allocation.rise}
+        return chosen
+
+
 def allocate_score_dims(ctx: ConversionContext) -> dict[str, dict[str, Any]]:
-    """Allocate the key-cache budget of the recipe over layers, distances and score dimensions.
+    """Allocate the key-cache budget of the recipe over layers, distances and score dimensions. With the recipe's
+    `cache`, layers of one shape share the budget; with that of a rule, each layer has its own.
 
     Returns layer -> {"config", "fixed": mixer tensors ("order", "near", bases), "rise": expected rise of the loss, nats
     per token}; see surgery.conversion.mixer_init.mlr_ranks.allocate_ranks. One process runs all samples.
     """
-    settings, plan = ctx.recipe.attention, ctx.plan
-    assert settings is not None and settings.cache is not None
-    length = next(iter(ctx.samples.inputs.values())).shape[1]
-    with ctx.progress.bar("measuring the score dimensions", len(plan.layout.layers)) as tick:
-        fisher_pass = ScoreFisherPass(ctx.model, plan, ctx.recipe, ctx.runner, ctx.grams_dir, tick)
-        ladder = settings.ladder
-        fisher_pass.extents = candidate_extents(length) if ladder is None else (0, *sorted(ladder), UNLIMITED)
-        fisher_pass.run(ctx.samples)
-    by_shape: dict[AttentionShape, list[str]] = {}
-    for layer, target in plan.attention_targets.items():
-        by_shape.setdefault(target.shape, []).append(layer)
+    settings = ctx.recipe.attention
+    assert settings is not None
+    targets = {layer: target for layer, target in ctx.plan.attention_targets.items() if target.cache is not None}
+    measured = MeasuredScoreDims(replace(ctx, plan=replace(ctx.plan, attention_targets=targets)))
+    sharing: dict[Any, list[str]] = {}
+    for layer, target in targets.items():
+        sharing.setdefault(layer if settings.cache is None else target.shape, []).append(layer)
     chosen: dict[str, dict[str, Any]] = {}
-    for layers in by_shape.values():
-        sensitivities = [fisher_pass.sensitivities[layer] for layer in layers]
-        allocations = allocate_ranks(sensitivities, settings.cache, settings.context or length)
-        for layer, allocation in zip(layers, allocations):
-            fixed = {"order": allocation.order_GK.tolist()}
-            if allocation.near_HL.shape[1]:
-                fixed["near"] = allocation.near_HL.tolist()
-            config = replace(allocation.config, form=plan.attention_targets[layer].config.form)  # type: ignore[attr-defined]
-            if layer in fisher_pass.query_key_moments and config.ranks != (plan.attention_targets[layer].shape.key,):
-                config, tensors = fisher_pass.query_key_moments[layer].basis().apply_to(config)
-                fixed |= tensors
-            chosen[layer] = {"config": config.to_dict(), "fixed": fixed, "rise": allocation.rise}
+    for layers in sharing.values():
+        cache = targets[layers[0]].cache
+        assert cache is not None
+        chosen |= measured.allocate(layers, cache)
     return chosen
 
 
@@ -222,5 +247,7 @@ def allocated_targets(plan: Plan, chosen: dict[str, dict[str, Any]]) -> dict[str
     """Return the plan's attention targets by layer, with the configs and tensors from `allocate_score_dims`."""
     return {
         layer: replace(target, config=mixer_config(chosen[layer]["config"]), fixed=chosen[layer]["fixed"])
+        if layer in chosen
+        else target
         for layer, target in plan.attention_targets.items()
     }

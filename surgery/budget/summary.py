@@ -1,0 +1,86 @@
+"""The result of a search as a table and sentences."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from rich.markup import escape
+
+from surgery.budget.limits import MEASURES
+from surgery.budget.times import PHASES
+from surgery.core.files import size_text
+from surgery.core.tables import format_count, format_tokens, new_table
+
+
+def search_lines(result: dict[str, Any]) -> list[Any]:
+    """Return the table of the front and sentences on its first row. result: of surgery.budget.search.search."""
+    original, points = result["original"], result["points"]
+    loss = "after healing" if result["healing"] else "predicted loss"
+    cache = f"cache at {format_tokens(result['at'])}"
+    timed = [phase for phase in PHASES if phase in original]
+    columns = [f"{phase}, ms" for phase in timed]
+    table = new_table(
+        "front: one row for each recipe", "recipe", loss, "converted", "parameters", "bytes", cache, *columns
+    )
+    swept = next(iter(result["limits"]))
+    for number, point in sorted(enumerate(points), key=lambda item: item[1]["costs"][swept]):
+        costs = point["costs"]
+        name = point_name(point)
+        table.add_row(
+            f"{name} *" if number == 0 else name,
+            f"{point['loss']:.2g} [{point['low']:.2g}, {point['high']:.2g}]",
+            f"{point['damage']:.2g}",
+            _share(costs["parameters"], original["parameters"], format_count),
+            _share(costs["bytes"], original["bytes"], size_text),
+            _share(costs["cache"], original["cache"], size_text),
+            *(_share(costs[phase], original[phase], partial(format_value, phase)) for phase in timed),
+        )
+    lines: list[Any] = [table, "* at your limits. Predicted losses: nats per token of KL divergence from the original"]
+    if result["times"]:
+        lines.append(escape(result["times"]))
+    if result["not_fitted"]:
+        names = ", ".join(name.replace("_", "-") for name in result["not_fitted"])
+        lines.append(f"healing not fitted: {names}. Their loss is predicted as before healing")
+    lines += [escape(line) for line in limit_lines(result)]
+    taken = ", ".join(f"{count} x {name}" for name, count in points[0]["choices"].items())
+    lines.append(escape(f"{point_name(points[0])}: {taken or 'nothing changes'}"))
+    source, commands = "SRC", []
+    if recipe := points[0]["recipe"]:
+        commands.append(f"surgery convert SRC --recipe {result['out']}/{recipe} --out OUT")
+        source = "OUT"
+    if bits := points[0]["bits"]:
+        commands.append(f"surgery quantize {source} --rules {result['out']}/{bits} --out SMALL")
+    lines += [escape(f"{'then' if number else 'next'}: {command}") for number, command in enumerate(commands)]
+    return lines
+
+
+def point_name(point: dict[str, Any]) -> str:
+    """Return the file of a point of the front, or "the original"."""
+    return str(point["recipe"] or point["bits"] or "the original")
+
+
+def limit_lines(result: dict[str, Any]) -> list[str]:
+    """Return sentences on the limits: which are exceeded, and which bind."""
+    reached = result["points"][0]["costs"]
+    exceeded = [
+        f"{MEASURES[name].option} cannot be met: the nearest choice has {format_value(name, reached[name])} "
+        f"{MEASURES[name].label}, {format_value(name, excess)} more than the limit of "
+        f"{format_value(name, result['limits'][name])}"
+        for name, excess in result["excess"].items()
+    ]
+    binding = [MEASURES[name].option for name in result["binds"]]
+    if exceeded:
+        return exceeded
+    return [f"what binds: {', '.join(binding)}" if binding else "what binds: no limit; the original meets them"]
+
+
+def format_value(name: str, value: float) -> str:
+    """Format a value of a cost."""
+    if name in PHASES:
+        return f"{value / 1e6:.3g}"
+    return format_count(round(value)) if name == "parameters" else size_text(value)
+
+
+def _share(value: float, original: float, form: Any) -> str:
+    return f"{form(value)} ({value / original:.0%})" if original else form(value)

@@ -1,0 +1,138 @@
+"""SEARCH/table.json: the choices of a model with their damage and costs, written after each step.
+
+A table is read by the search that goes on with it. It is then no more than a stranger's word: its schema is checked,
+its start must be that of this search, and only damages and the configs of mixers that measurements chose are taken from
+it. Costs are counted again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from surgery.budget.choices import Choice, Choices
+from surgery.budget.damage import Damage
+from surgery.checkpoint.meta_model import MetaModel
+from surgery.core.config import validation_error
+from surgery.core.errors import SurgeryError
+from surgery.core.files import check_not_link, read_json, size_text, write_json
+
+TABLE_NAME = "table.json"
+MAX_TABLE_BYTES = 2**26  # largest table that is read
+
+Text = Annotated[str, Field(max_length=1000)]
+Nats = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
+Whole = Annotated[int, Field(gt=-(2**62), lt=2**62)]
+
+
+class TableModel(BaseModel):
+    """Base of the table's parts: strict types, unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Row(TableModel):
+    """One choice. covers: the parts that it decides. damage: KL divergence from the original in nats per token. error:
+    its standard error. costs: differences from the original. mixer: the config of a mixer that measurements chose.
+    """
+
+    choice: Text
+    covers: list[Text]
+    family: Text
+    damage: Nats
+    error: Nats | None
+    costs: dict[Text, Whole]
+    mixer: dict[Text, Any] | None = None
+
+
+class Table(TableModel):
+    """The table of a search. start: what must be equal when a search goes on. original: costs of the unconverted model.
+    at: tokens of a sequence whose cache and multiply-accumulates count.
+    """
+
+    format: Literal[1] = 1
+    start: dict[Text, Any]
+    original: dict[Text, Whole]
+    at: Annotated[int, Field(ge=1)]
+    rows: Annotated[list[Row], Field(max_length=1_000_000)] = []
+
+    def measured(self) -> dict[str, Row]:
+        """Return the rows by name of their choice."""
+        return {row.choice: row for row in self.rows}
+
+
+def read_table(folder: Path, start: Mapping[str, Any], known: set[str]) -> dict[str, Row]:
+    """Return the rows of an interrupted or finished search by name of their choice, {} without a table.
+
+    known: names of the choices of this search. Raises SurgeryError for a table that is damaged or was begun otherwise.
+    """
+    path = folder / TABLE_NAME
+    check_not_link(path)
+    if not path.exists():
+        return {}
+    if path.stat().st_size > MAX_TABLE_BYTES:
+        raise SurgeryError(
+            f"{path} must have at most {size_text(MAX_TABLE_BYTES)} (got {size_text(path.stat().st_size)}). Remove it to "
+            "measure again"
+        )
+    try:
+        table = Table.model_validate(read_json(path))
+    except ValidationError as error:
+        raise SurgeryError(f"{validation_error(error, str(path))}. Remove it to measure again") from None
+    if changed := [key for key in {**start, **table.start} if start.get(key) != table.start.get(key)]:
+        raise SurgeryError(
+            f"{path} was begun with another {changed[0]}. Give the same model, calibration text and options, or another "
+            "--out"
+        )
+    rows = table.measured()
+    if len(rows) < len(table.rows):
+        raise SurgeryError(f"{path}: a choice has two rows. Remove the file to measure again")
+    if unknown := [name for name in rows if name not in known]:
+        raise SurgeryError(f"{path}: {unknown[0][:200]!r} is no choice of this model. Remove the file to measure again")
+    return rows
+
+
+def write_table(
+    folder: Path,
+    start: Mapping[str, Any],
+    choices: Choices,
+    damages: Mapping[str, Damage],
+    mixers: Mapping[str, Any],
+    at: int,
+) -> None:
+    """Write the rows of the choices that are measured. mixers: configs that measurements chose, by name of the choice."""
+    rows = [
+        Row(
+            choice=choice.key,
+            covers=list(choice.covers),
+            family=choice.family,
+            damage=damages[choice.key].nats,
+            error=damages[choice.key].error,
+            costs=dict(choice.costs),
+            mixer=mixers.get(choice.key),
+        )
+        for choice in choices.choices
+        if choice.key in damages
+    ]
+    table = Table(start=dict(start), original=choices.base, at=at, rows=rows)
+    write_json(folder / TABLE_NAME, table.model_dump(exclude_none=False))
+
+
+def table_start(model: MetaModel, settings: Mapping[str, Any], calibration: str) -> dict[str, Any]:
+    """Return what must be equal when a search goes on. settings: keys of all recipes. calibration: digest of the
+    samples.
+    """
+    return {
+        "source": model.source.fingerprint(),
+        "weights": model.source.weights_digest(),
+        "settings": {key: value for key, value in settings.items() if key != "calibration"},
+        "calibration": calibration,
+    }
+
+
+def measured_damages(rows: Mapping[str, Row], choices: list[Choice]) -> dict[str, Damage]:
+    """Return the damages of the choices that have rows, by name."""
+    return {c.key: Damage(rows[c.key].damage, rows[c.key].error) for c in choices if c.key in rows}

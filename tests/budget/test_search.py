@@ -1,0 +1,253 @@
+"""Searches of a small trained checkpoint, end to end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from PIL import Image
+
+import surgery.budget.search
+from surgery.budget.choices import ATTENTION, Kind, default_kinds, linear_kinds, shipped_mixer
+from surgery.budget.damage import DamagePass
+from surgery.budget.recipes import attention_of, ranges
+from surgery.budget.search import SearchSettings, search
+from surgery.cli.main import main
+from surgery.conversion.convert import convert
+from surgery.conversion.quantize_checkpoint import quantize
+from surgery.core.errors import SurgeryError
+from surgery.planning.bits_recipe import read_bits
+from surgery.planning.recipe import load_recipe
+from surgery.publish.summary import inspect
+
+LIMITS = {"bytes": "60%", "cache": "60%"}
+
+
+def settings_of(text, **changes) -> SearchSettings:
+    return SearchSettings(
+        **{"calibration": text, "tokens": 2048, "length": 512, "device": "cpu", "points": 4, "at": 8192} | changes
+    )
+
+
+def test_a_search_writes_table_front_picture_and_recipes(searched):
+    out, result = searched
+    names = {path.name for path in out.iterdir()}
+    assert names == {"table.json", "front.json", "front.png", *(p["recipe"] for p in result["points"] if p["recipe"])}
+    assert Image.open(out / "front.png").size[0] > 300
+    table, front = (json.loads((out / name).read_text()) for name in ("table.json", "front.json"))
+    assert front == {key: value for key, value in result.items() if key != "out"}
+    kinds = {row["choice"].partition(": ")[2] for row in table["rows"]}
+    assert kinds == {kind.name for kind in default_kinds()} | {"removed"}
+    assert all(row["damage"] >= 0 and row["costs"].keys() == table["original"].keys() for row in table["rows"])
+    asked = result["points"][0]
+    assert all(asked["costs"][name] <= limit for name, limit in result["limits"].items()) and not result["excess"]
+    assert 0 <= asked["low"] <= asked["loss"] <= asked["high"] and asked["loss"] <= asked["damage"]
+
+
+def test_smaller_choices_do_more_damage(searched):
+    """At a quarter of the parameters more is lost than at three quarters, of every structure."""
+    rows = json.loads((searched[0] / "table.json").read_text())["rows"]
+    damage = {row["choice"]: row["damage"] for row in rows}
+    large = [name for name in damage if name.endswith("75%")]
+    assert len(large) > 6 and all(damage[name] < damage[name.replace("75%", "25%")] for name in large)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_converted_recipe_has_the_predicted_costs(number, searched, source, tmp_path):
+    """Parameters, bytes and cache to the byte."""
+    out, result = searched
+    point = next(p for p in result["points"] if p["recipe"] == f"recipe-{number}.yaml")
+    recipe = load_recipe(str(out / point["recipe"]), ["tune=false"])
+    report = convert(str(source), recipe, tmp_path / "OUT", device="cpu")
+    totals = report["totals"]
+    assert (totals["params_before"], totals["bytes_before"]) == tuple(
+        result["original"][n] for n in ("parameters", "bytes")
+    )
+    assert (totals["params_after"], totals["bytes_after"]) == tuple(point["costs"][n] for n in ("parameters", "bytes"))
+    attention = inspect(str(tmp_path / "OUT"))["attention_totals"]
+    after = attention["cache_bytes"]["8192"][1] if attention else result["original"]["cache"]
+    assert after == point["costs"]["cache"]
+
+
+def test_bits_are_for_quantize(searched, source, text, tmp_path):
+    """Recipe and rules together have the predicted bytes; where nothing else changes, the source is quantized."""
+    out = tmp_path / "SEARCH"
+    shutil.copytree(searched[0], out)
+    settings = settings_of(text, bits=(8, 4), only="mlp pruned,projections", points=6)
+    result = search(str(source), out, {"bytes": "40%"}, settings)
+    asked = result["points"][0]
+    assert asked["recipe"] and asked["bits"] == "bits-1.yaml" and any("bits" in name for name in asked["choices"])
+    convert(str(source), load_recipe(str(out / asked["recipe"]), ["tune=false"]), tmp_path / "OUT", device="cpu")
+    summary = quantize(str(tmp_path / "OUT"), tmp_path / "SMALL", rules=read_bits(out / asked["bits"]))
+    assert summary["bytes_after"] == asked["costs"]["bytes"] <= result["limits"]["bytes"]
+    alone = next(point for point in result["points"] if point["bits"] and not point["recipe"])
+    summary = quantize(str(source), tmp_path / "ALONE", rules=read_bits(out / alone["bits"]))
+    assert summary["bytes_after"] == alone["costs"]["bytes"]
+
+
+def test_other_limits_are_solved_without_measuring_again(searched, source, text, tmp_path, monkeypatch):
+    out = tmp_path / "SEARCH"
+    shutil.copytree(searched[0], out)
+    monkeypatch.setattr(DamagePass, "run", lambda _: pytest.fail("measured again"))
+    again = search(str(source), out, LIMITS, settings_of(text))
+    assert {**again, "out": ""} == {**searched[1], "out": ""}
+    smaller = search(str(source), out, {"parameters": "45%"}, settings_of(text, points=0, at=1024))
+    assert smaller["points"][0]["costs"]["parameters"] <= 0.45 * smaller["original"]["parameters"]
+    assert sorted(path.name for path in out.glob("recipe-*")) == ["recipe-1.yaml"]  # those of the last limits
+
+
+def test_an_interrupted_search_goes_on(source, text, tmp_path, monkeypatch):
+    """Steps that are written are not measured again, and the result is the same."""
+    settings = settings_of(text, only="mlp pruned,layer")
+    reference = search(str(source), tmp_path / "WHOLE", LIMITS, settings)
+    monkeypatch.setattr(surgery.budget.damage, "PASS_CHOICES", 8)
+    whole, measured = DamagePass.run, []
+
+    def run(self):
+        measured.append(len(self.trial.contenders) + len(self.others))
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return whole(self)
+
+    monkeypatch.setattr(DamagePass, "run", run)
+    out = tmp_path / "SEARCH"
+    with pytest.raises(KeyboardInterrupt):
+        search(str(source), out, LIMITS, settings)
+    rows = json.loads((out / "table.json").read_text())["rows"]
+    assert len(rows) == measured[0]
+    result = search(str(source), out, LIMITS, settings)
+    assert sum(measured[2:]) == len(json.loads((out / "table.json").read_text())["rows"]) - measured[0] > 0
+    assert {**result, "out": ""} == {**reference, "out": ""}
+
+
+def test_a_search_of_some_kinds_keeps_the_rows_of_others(searched, source, text, tmp_path):
+    out = tmp_path / "SEARCH"
+    shutil.copytree(searched[0], out)
+    before = (out / "table.json").read_bytes()
+    result = search(str(source), out, {"bytes": "60%"}, settings_of(text, only="mlp,-btt", points=0))
+    assert all(name.startswith("mlp") and "btt" not in name for name in result["points"][0]["choices"])
+    assert (out / "table.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda t: "not json", "is not JSON"),
+        (lambda t: {**t, "rows": [{**t["rows"][0], "damage": -1.0}]}, r"rows.0.damage: must be greater than or equal to 0"),
+        (lambda t: {**t, "rows": [{**t["rows"][0], "damage": "0.1"}]}, r"rows.0.damage"),
+        (lambda t: {**t, "rows": [{**t["rows"][0], "command": "rm"}]}, r"unknown key 'rows.0.command'"),
+        (lambda t: {**t, "rows": [{**t["rows"][0], "choice": "model.layers.9 mlp: pruned 75%"}]}, "is no choice of this model"),
+        (lambda t: {**t, "rows": [t["rows"][0], t["rows"][0]]}, "a choice has two rows"),
+        (lambda t: {**t, "start": {**t["start"], "calibration": "another"}}, "was begun with another calibration"),
+        (lambda t: {**t, "format": 2}, "format"),
+        (lambda t: {**t, "rows": [{**r, "mixer": {"mixer": "mlr", "ranks": [10**6]}} if r["mixer"] else r for r in t["rows"]]}, "table.json: .*ranks"),
+        (lambda t: {**t, "rows": [{**r, "mixer": None} for r in t["rows"]]}, "has no mixer 'mlr'"),
+    ],
+)  # fmt: skip
+def test_a_table_is_a_stranger_s_word(change, says, searched, source, text, tmp_path):
+    out = tmp_path / "SEARCH"
+    shutil.copytree(searched[0], out)
+    data = change(json.loads((out / "table.json").read_text()))
+    (out / "table.json").write_text(data if isinstance(data, str) else json.dumps(data))
+    with pytest.raises(SurgeryError, match=says):
+        search(str(source), out, LIMITS, settings_of(text))
+
+
+def test_costs_of_a_table_are_counted_again(searched, source, text, tmp_path):
+    """Costs that someone edited decide nothing."""
+    out = tmp_path / "SEARCH"
+    shutil.copytree(searched[0], out)
+    table = json.loads((out / "table.json").read_text())
+    for row in table["rows"]:
+        row["costs"] = dict.fromkeys(row["costs"], -(10**9))
+    (out / "table.json").write_text(json.dumps(table))
+    again = search(str(source), out, LIMITS, settings_of(text))
+    assert again["points"] == searched[1]["points"]
+
+
+def test_links_and_unknown_files_are_refused(source, text, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "LINK").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SurgeryError, match="symbolic link"):
+        search(str(source), tmp_path / "LINK", LIMITS, settings_of(text))
+    (tmp_path / "MINE").mkdir()
+    (tmp_path / "MINE" / "thesis.tex").write_text("mine")
+    with pytest.raises(SurgeryError, match=r"thesis.tex"):
+        search(str(source), tmp_path / "MINE", LIMITS, settings_of(text))
+
+
+# -- the command line ---------------------------------------------------------------------------------------------
+def run_command(*words: str) -> int:
+    try:
+        main([*words])
+    except SystemExit as left:
+        return int(left.code or 0)
+    return 0
+
+
+def test_the_command_prints_the_front(searched, source, text, tmp_path, capsys):
+    out = tmp_path / "SEARCH"
+    shutil.copytree(searched[0], out)
+    words = ["search", str(source), "--calibration", text, "--tokens", "2048", "--length", "512", "--out", str(out)]
+    assert run_command(*words, "--max-bytes", "60%", "--max-cache-bytes", "60%", "--at", "8k", "--points", "4") == 0
+    printed = capsys.readouterr().out
+    assert "recipe-1.yaml *" in printed and "what binds: --max-bytes" in printed and "cache at 8K" in printed
+    assert "healing not fitted: " in printed and f"--recipe {out}/recipe-1.yaml" in printed.replace("\n", "")
+
+
+def test_limits_that_cannot_be_met_give_the_nearest_plan(searched, source, text, tmp_path, capsys):
+    out = tmp_path / "SEARCH"
+    shutil.copytree(searched[0], out)
+    words = ["search", str(source), "--calibration", text, "--tokens", "2048", "--length", "512", "--out", str(out)]
+    assert run_command(*words, "--max-bytes", "1%", "--max-cache-bytes", "60%") == 1
+    printed = capsys.readouterr().out
+    assert "--max-bytes cannot be met: the nearest choice has" in printed and "--max-cache-bytes cannot" not in printed
+    assert (out / "recipe-1.yaml").exists() and "excess" in json.loads((out / "front.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ((), "give at least one limit (--max-parameters, --max-bytes, --max-cache-bytes"),
+        (("--max-bytes", "half"), "--max-bytes must be a share of the original or a number"),
+        (("--max-bytes", "0%"), "--max-bytes must be above 0 (got '0%')"),
+        (("--max-parameters", "3GB"), "--max-parameters must be a share of the original or a number"),
+        (("--max-bytes", "60%", "--only", "nothing"), "--only 'nothing' selects no kind of choice"),
+        (("--max-bytes", "60%", "--bits", "3"), "--bits must be 8, 4 or both, such as 8,4 (got '3')"),
+        (("--max-bytes", "60%", "--gains", "/nowhere.json"), "cannot read /nowhere.json"),
+        (("--max-bytes", "60%", "--at", "0"), "must be a number of tokens"),
+    ],
+)
+def test_wrong_options_exit_2(words, says, source, tmp_path, capsys):
+    assert run_command("search", str(source), "--out", str(tmp_path / "SEARCH"), *words) == 2
+    assert says in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert not (tmp_path / "SEARCH").exists()
+
+
+def test_a_search_needs_a_calibration_text(source, tmp_path, capsys):
+    assert run_command("search", str(source), "--max-bytes", "60%", "--out", str(tmp_path / "SEARCH")) == 2
+    assert "give --calibration" in capsys.readouterr().err
+
+
+# -- recipes ------------------------------------------------------------------------------------------------------
+def test_neighboring_layers_share_a_rule():
+    half, quarter = linear_kinds("mlp", "pruned", (0.5, 0.25))
+    assert ranges([half, half, None, quarter, half]) == [(half, "0:2"), (quarter, "3"), (half, "4")]
+
+
+def test_attention_of_several_kinds():
+    window, far = Kind("window", ATTENTION, "window", shipped_mixer("sliding-window")), shipped_mixer("log-linear")
+    linear, small = (
+        Kind("log-linear", ATTENTION, "log_linear", far),
+        Kind("mlr", ATTENTION, "mlr", {"mixer": "mlr", "cache": 0.4}),
+    )
+    mixed = attention_of([None, window, linear, linear, small])
+    assert mixed["mixer"] == "linear" and mixed["hybrid"] == {"layers": [0]}
+    assert mixed["rules"] == [{"layers": "1", **window.settings}, {"layers": "4", **small.settings}]
+    only = attention_of([None, small, small])
+    assert only == {
+        "mixer": "mlr",
+        "hybrid": {"layers": [0]},
+        "rules": [{"layers": "1:3", "mixer": "mlr", "cache": 0.4}],
+    }
