@@ -89,7 +89,7 @@ def read_runs(path: Path) -> list[HealedRun]:
         try:
             runs.append(HealedRun.model_validate(parse_json(line)))
         except ValidationError as error:
-            raise validation_error(error, f"{path}, line {number}") from None
+            raise validation_error(error, f"{path}, line {number}", HealedRun) from None
         except ValueError:
             raise SurgeryError(f"{path}, line {number} is not JSON") from None
     return runs
@@ -136,7 +136,7 @@ def read_gains(path: Path | None = None) -> dict[str, Gain]:
         try:
             stored = StoredGain.model_validate(value)
         except ValidationError as error:
-            raise validation_error(error, f"{file}, {family[:100]}") from None
+            raise validation_error(error, f"{file}, {family[:100]}", StoredGain) from None
         gains[family] = Gain(stored.gain, stored.low, stored.high, stored.runs)
     return gains
 

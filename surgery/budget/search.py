@@ -232,7 +232,7 @@ class Measuring:
     ) -> None:
         """Add the damages of the missing choices, and write the table after each step."""
         device = choose_device(self.settings.device)
-        with fast_float32_matmul(device):
+        with fast_float32_matmul(device, self.model.most_parameters(self.choices.layers)):
             ctx = self._context(samples)
             score = score_text(ctx)
             for warning in [*warnings, *(score.warnings if score else [])]:

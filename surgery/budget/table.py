@@ -81,7 +81,7 @@ def read_table(folder: Path, start: Mapping[str, Any], known: set[str]) -> dict[
     try:
         table = Table.model_validate(read_json(path))
     except ValidationError as error:
-        raise SurgeryError(f"{validation_error(error, str(path))}. Remove it to measure again") from None
+        raise SurgeryError(f"{validation_error(error, str(path), Table)}. Remove it to measure again") from None
     if changed := [key for key in {**start, **table.start} if start.get(key) != table.start.get(key)]:
         raise SurgeryError(
             f"{path} was begun with another {changed[0]}. Give the same model, calibration text and options, or another "

@@ -92,6 +92,10 @@ class MetaModel:
         module: nn.Module = self.model.get_submodule(path)
         return module
 
+    def most_parameters(self, paths: Iterable[str]) -> int:
+        """Return the number of parameters of the largest module among paths, 0 without any."""
+        return max((sum(p.numel() for p in self.module(path).parameters()) for path in paths), default=0)
+
     def load_module(self, path: str, device: torch.device, skip: Iterable[str] = ()) -> int:
         """Read the parameters of the module at `path` in float32 onto `device`; return the number of bytes read.
 

@@ -151,8 +151,8 @@ class Conversion:
         if self.on_plan is not None and self.dist.main:
             self.on_plan(plan)
         device = choose_device(self.device)
-        sizes = [sum(p.numel() for p in model.module(layer).parameters()) for layer in plan.layout.layers]
-        with sink.open(model, plan, samples) as journal, fast_float32_matmul(device, max(sizes, default=0)):
+        layer_params = model.most_parameters(plan.layout.layers)
+        with sink.open(model, plan, samples) as journal, fast_float32_matmul(device, layer_params):
             self.journal = journal
             if plan.removal is not None:  # first, the model with all layers and experts is measured
                 plan = replace(plan, layout=plan.removal.layout)

@@ -66,6 +66,6 @@ def read_bits(path: Path) -> BitsRecipe:
     try:
         return BitsRecipe.model_validate(read_yaml(path.read_text(encoding="utf-8", errors="replace")))
     except ValidationError as error:
-        raise validation_error(error, str(path), BitsRule.model_fields) from None
+        raise validation_error(error, str(path), BitsRecipe) from None
     except ValueError as error:
         raise SurgeryError(f"{path} is not YAML: {error}") from None
