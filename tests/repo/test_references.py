@@ -27,6 +27,12 @@ ELSEWHERE = {
     "DIR/table.md",
     "DEMO/report.md",
     "surgery-demo/report.md",
+    "BITS/bits-1.yaml",
+    "BITS/recipe-1.yaml",
+    "SEARCH/recipe-1.yaml",
+    "bits-1.yaml",
+    "recipe-1.yaml",
+    "recipe-2.yaml",
     "FILE.py",  # examples of names
     "NAME.py",
     "r.yaml",
