@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.util
 import json
 import math
+import sys
+import types
 
 import pytest
 import torch
@@ -291,6 +294,40 @@ def test_gradients_equal_differences(name: str) -> None:
                 parameter.sub_(step * direction)
         assert slope != 0
         assert abs((scores[0] - scores[1]) / 2e-2 - slope) < 1e-2 * abs(slope)  # norms are in float32
+
+
+def test_the_fused_training_path_is_left(monkeypatch) -> None:
+    """With mamba-ssm installed the library's layer trains in one function, without the core; an upgraded one does not.
+
+    The module of the family is imported anew while a package of that name is there.
+    """
+    from transformers.models.mamba2 import modeling_mamba2
+
+    tiny_model("mamba2")
+    calls: list[str] = []
+
+    def mamba_split_conv1d_scan_combined(zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, outproj_weight):
+        calls.append("fused")
+        return zxbcdt[..., : outproj_weight.shape[1]] @ outproj_weight.mT
+
+    fused = types.ModuleType("mamba_ssm")
+    fused.mamba_split_conv1d_scan_combined = mamba_split_conv1d_scan_combined
+    monkeypatch.setitem(sys.modules, "mamba_ssm", fused)
+    spec = importlib.util.spec_from_file_location(f"{modeling_mamba2.__name__}_fused", modeling_mamba2.__file__)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    model = module.Mamba2ForCausalLM(tiny_model("mamba2").config).train()
+    model(token_ids()).logits.sum().backward()
+    assert len(calls) == len(native_paths(model))
+    calls.clear()
+    upgrade(model)
+    loss = model(token_ids()).logits.square().sum()
+    loss.backward()
+    assert calls == []
+    gradients = [model.get_submodule(path).mixer.level.bias.grad for path in native_paths(model)]
+    assert all(bool(gradient.any()) for gradient in gradients)
+    torch.testing.assert_close(loss.item(), model.eval()(token_ids()).logits.square().sum().item())
 
 
 def test_selectors_find_level_weights_alone() -> None:
