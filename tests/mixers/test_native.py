@@ -262,14 +262,67 @@ def test_caches_are_copied_and_refused() -> None:
     assert torch.equal(logits(model, ids[:, 50:], **{CACHE_NAME: twin}), rest)
 
 
-def test_packed_documents_are_refused() -> None:
-    """Position ids that begin again are refused in words, and so are borders for kernels."""
+LENGTHS = [(9, 1, 14, 8), (20, 12), (32,)]  # of the documents of each row
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_packed_row_is_each_document_alone(name: str) -> None:
+    """Convolutions, states and levels begin again with each document, with gradients, by position ids or by seq_idx."""
+    model, ids = upgrade(tiny_model(name)), token_ids(32, rows=3)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
+    rows = zip(ids, LENGTHS)
+    alone = [torch.cat([model(part[None]).logits[0] for part in row.split(list(n))]) for row, n in rows]
+    expected = torch.stack(alone)
+    options = {"position_ids": positions, "use_cache": False}
+    if name == "granitemoehybrid":  # transformers makes its masks without positions
+        with pytest.raises(SurgeryError, match=r"the softmax layers of .* attend from one to the other"):
+            logits(model, ids, **options)
+        return
+    found = model(ids, **options).logits
+    assert relative(found, expected) < 1e-5
+    assert relative(logits(model, ids), expected) > 1e-3
+    level = model.get_submodule(native_paths(model)[0]).mixer.level.weight
+    slopes = [torch.autograd.grad(out.square().sum(), level)[0] for out in (found, expected)]
+    assert relative(*slopes) < 1e-4
+    if name != "mamba2":  # softmax layers beside
+        return
+    for names in ({"seq_idx": (positions == 0).cumsum(1)}, {"position_ids": positions}):
+        assert relative(logits(model, ids, use_cache=False, **names), expected) < 1e-5
+    ends = torch.tensor([0, 9, 10, 24, 32])
+    assert relative(logits(model, ids[:1], use_cache=False, cu_seq_lens_q=ends), expected[:1]) < 1e-5
+    assert relative(logits(model, ids[2:], cu_seq_lens_q=ends[[0, -1]]), expected[2:]) < 1e-5
+
+
+def test_packed_documents_survive_recomputed_activations() -> None:
+    """Activations that are recomputed in the backward pass begin again with each document too."""
+    model, ids = upgrade(tiny_model("qwen3_5")).train(), token_ids(20)
+    options = {"position_ids": torch.cat([torch.arange(12), torch.arange(8)]).expand(2, -1), "use_cache": False}
+    level, slopes = model.get_submodule(native_paths(model)[0]).mixer.level.weight, []
+    for recompute in (False, True):
+        if recompute:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        found = model(ids, **options).logits.square().sum()
+        model(ids[:, :5])  # another call before the backward pass
+        slopes.append(torch.autograd.grad(found, level)[0])
+    assert relative(*slopes) < 1e-6
+
+
+def test_packed_documents_that_are_refused() -> None:
+    """Those with a cache, those of which a layer is not told, and borders for kernels that a layer gets alone."""
     model, ids = upgrade(tiny_model("qwen3_5")), token_ids(20)
     positions = torch.cat([torch.arange(12), torch.arange(8)]).expand(2, -1)
-    with pytest.raises(SurgeryError, match="several documents"):
-        logits(model, ids, position_ids=positions)
-    with pytest.raises(SurgeryError, match="cu_seq_lens_q"):
-        logits(model, ids, cu_seq_lens_q=torch.tensor([0, 12, 20]))
+    with pytest.raises(SurgeryError, match=r"several documents packed in a row and a cache.*Pass use_cache=False"):
+        logits(model, ids, position_ids=positions, use_cache=True)
+    layer = model.get_submodule(native_paths(model)[0])
+    with pytest.raises(SurgeryError, match="'seq_idx', that is, with several documents"):
+        layer(torch.randn(1, 20, model.config.hidden_size), seq_idx=torch.zeros(1, 20))
+    for path in native_paths(model):
+        module = model.get_submodule(path)
+        module.forward = lambda *args, forward=module.forward, surgery_documents=None, **kwargs: forward(
+            *args, **kwargs
+        )
+    with pytest.raises(SurgeryError, match="does not pass on to its linear layers where they begin"):
+        logits(model, ids, position_ids=positions, use_cache=False)
     assert logits(model, ids, position_ids=torch.arange(20)[None]).shape[1] == 20
 
 

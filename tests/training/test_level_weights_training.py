@@ -79,6 +79,14 @@ def test_the_recipe_trains_gates_and_then_level_weights(name, upgraded, words, t
     assert torch.isfinite(model(torch.arange(3, 40)[None]).logits).all()
 
 
+def test_packed_documents_are_trained_on(upgraded, texts, tmp_path) -> None:
+    """Rows of several documents, cut into shorter texts or not."""
+    packed = ["data.packing=documents", f"data.sources=[{{path: {texts}}}]"]
+    recipe = load_healing_recipe("lambda", [*FEW, *packed], tiny=True)
+    record = finetune(str(upgraded("mamba2")), recipe, tmp_path / "out", device="cpu", track="none")
+    assert [stage["steps"] for stage in record["stages"]] == [4, 4]
+
+
 def test_adapters_beside_level_weights(upgraded, words, tmp_path) -> None:
     """A stage of kind lora trains what is unfrozen, with rates of its own, and merges the adapters."""
     source, out = upgraded("mamba2"), tmp_path / "out"
