@@ -1,10 +1,12 @@
-"""Log-linear attention in the linear layers that a model has of its own: Gated DeltaNet and Mamba-2 (Guo et al. 2025).
+"""Log-linear attention in the linear layers that a model has of its own: Gated DeltaNet, Mamba-2 and Kimi delta
+attention (Guo et al. 2025).
 
     O = (A . M) V,   M_ts = lambda_t^(level(t, s)) x gates_ts,   lambda_t^(l) = softplus(W_l x_t + b_l) / log 2
 
 The layer computes queries, keys, values, gates and the step sizes beta as before; the mixer adds the level weights
 lambda. With W = b = 0 they are exactly 1, in every dtype in which W and b are stored, and M is the layer's own mask of
-gates. Gated DeltaNet reads A with the delta rule; Mamba-2 has kernel scores, with q = C, k = B and v = dt x.
+gates. Gated DeltaNet reads A with the delta rule; Mamba-2 has kernel scores, with q = C, k = B and v = dt x. The gates of
+Kimi delta attention, one for each key channel, are no mask (masks/channel_gates.py).
 
 There is one group per value head (J = 1 query head).
 """
@@ -28,6 +30,8 @@ from surgery.mixers.base import (
 from surgery.mixers.common.bidirectional import dense_output
 from surgery.mixers.common.padding import Unpadder
 from surgery.mixers.masks.base import Mask, MaskInputs
+from surgery.mixers.masks.channel_gates import CHUNK as CHANNELS_CHUNK
+from surgery.mixers.masks.channel_gates import log_linear_channels
 from surgery.mixers.masks.gates import Gates, GatesMask
 from surgery.mixers.masks.log_linear import Hierarchical, HierarchicalMask
 from surgery.mixers.native_config import Native
@@ -41,7 +45,8 @@ class NativeInputs(MixerInputs):
     """Inputs of one call, after the layer's convolution.
 
     q_BHTK, k_BGTK, v_BGTV: with H = G value heads; as the products need them (normalized, scaled, times dt). gate_BTG:
-    log-gates. beta_BGT: step sizes of the delta rule, None for kernel scores.
+    log-gates, (B, T, G, K) if they differ from key channel to key channel. beta_BGT: step sizes of the delta rule, None for
+    kernel scores.
     """
 
     gate_BTG: Tensor | None = None
@@ -109,7 +114,9 @@ class NativeMixer(Mixer):
         with autocast_disabled(inputs.x_BTD.device):
             unpadder = self._unpadder(inputs)
             rows = self._rows(inputs, unpadder, state)
-            if state is not None and inputs.x_BTD.shape[1] == 1:
+            if rows.signals["gate"].dim() == 4:
+                out_BGJTV, buckets = self._mix_channels(rows, state)
+            elif state is not None and inputs.x_BTD.shape[1] == 1:
                 out_BGJTV, buckets = self.mask("step", rows, state.tensors)
             else:
                 out_BGJTV, buckets = self.mask("chunked", rows, None if state is None else state.tensors, CHUNK)
@@ -118,11 +125,39 @@ class NativeMixer(Mixer):
             return out_BHTV, None
         return out_BHTV, MixerState(state.seen_B + unpadder.count_B, buckets, rows.max_seen)
 
+    def _mix_channels(
+        self, rows: MaskInputs, state: MixerState | None, chunk: int = CHANNELS_CHUNK
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return (out_BGJTV, buckets after the tokens) with gates by channel."""
+        assert rows.beta_BGT is not None
+        block = self.config.block
+        before = None if state is None else state.tensors["buckets"]
+        seen = int((rows.start_B + rows.count_B).max()) if rows.max_seen is None else rows.max_seen
+        levels = max((seen // block).bit_length(), 0 if before is None else before.shape[1] - (block > 1))
+        out_BGTV, after = log_linear_channels(
+            rows.q_BGJTF.squeeze(2),
+            rows.k_BGTF,
+            rows.v_BGTV,
+            rows.beta_BGT,
+            rows.signals["gate"],
+            rows.signals["level"].squeeze(3),
+            start_B=rows.start_B,
+            count_B=rows.count_B,
+            buckets_BLGFV=before,
+            levels=levels,
+            block=block,
+            chunk=chunk,
+        )
+        return out_BGTV.unsqueeze(2), {} if after is None else {"buckets": after}
+
     def dense(self, inputs: MixerInputs) -> Tensor:
-        """Return out_BHTV by the definition, in quadratic time."""
+        """Return out_BHTV by the definition, in quadratic time; with gates by channel token by token."""
         with autocast_disabled(inputs.x_BTD.device):
             unpadder = self._unpadder(inputs)
-            return unpadder.pad(dense_output(self.mask, self._rows(inputs, unpadder, None)).squeeze(2), dim=2)
+            rows = self._rows(inputs, unpadder, None)
+            by_channel = rows.signals["gate"].dim() == 4
+            out_BGJTV = self._mix_channels(rows, None, chunk=1)[0] if by_channel else dense_output(self.mask, rows)
+            return unpadder.pad(out_BGJTV.squeeze(2), dim=2)
 
     def _unpadder(self, inputs: MixerInputs) -> Unpadder:
         batch, length, _ = inputs.x_BTD.shape

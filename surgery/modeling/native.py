@@ -1,4 +1,5 @@
-"""Native linear layers with level weights: Gated DeltaNet and Mamba-2 of transformers, with log-linear attention.
+"""Native linear layers with level weights: Gated DeltaNet, Mamba-2 and Kimi delta attention of transformers, with
+log-linear attention.
 
     install_native(model, {"model.layers.0.linear_attn": Native()})
 
@@ -130,6 +131,16 @@ def mamba2_core(
     return (out_BTGV, None) if return_final_states else out_BTGV
 
 
+def kimi_delta_core(
+    query: Tensor, key: Tensor, value: Tensor, *, surgery: NativeCall, **arguments: Any
+) -> tuple[Tensor, Tensor]:
+    """Return (output (B, T, G, V), an empty state) of log-linear Kimi delta attention: `gated_delta_core` with gates
+    (B, T, G, K). The library converts the state before a cache layer takes it.
+    """
+    out_BTGV, _ = gated_delta_core(query, key, value, surgery=surgery, **arguments)
+    return out_BTGV, out_BTGV.new_zeros(())
+
+
 def no_fused_layer(*_: Any, **__: Any) -> None:
     """Return None, as the library's function does without kernels: the layer then calls its core."""
 
@@ -146,6 +157,8 @@ def no_step(*_: Any, **__: Any) -> Any:
 CORES: dict[str, Any] = {
     "torch_chunk_gated_delta_rule": gated_delta_core,
     "torch_recurrent_gated_delta_rule": no_step,
+    "chunk_kimi_delta_attention": kimi_delta_core,
+    "recurrent_kimi_delta_attention": no_step,
     "mamba2_chunk_scan": mamba2_core,
     "mamba2_selective_state_update": no_step,
     "mamba2_split_conv1d_scan_combined": no_fused_layer,
@@ -197,22 +210,26 @@ class NativeLayer:
     """Mixin of the class of a native linear layer with level weights.
 
     own_forward: the library's forward with the cores here. arguments: names of its arguments. asks_for_state: whether it
-    asks the cache if there is a recurrent state, and does not read the state itself.
+    asks the cache if there is a recurrent state, and does not read the state itself. records_steps: whether it keeps
+    the past of its convolution for single tokens too, if the cache records.
     """
 
     mixer: NativeMixer
     own_forward: Any
     arguments: tuple[str, ...]
     asks_for_state: bool
+    records_steps: bool
 
     @staticmethod
     def class_attributes(base: Any) -> dict[str, Any]:
         """Return the attributes of a subclass of the library class `base`."""
-        asks = "has_previous_state" in inspect.unwrap(base.forward).__code__.co_names
+        names = inspect.unwrap(base.forward).__code__.co_names
+        asks = "has_previous_state" in names
         return {
             "own_forward": forward_with_cores(base.forward),
             "arguments": tuple(inspect.signature(base.forward).parameters)[1:],
             "asks_for_state": asks,
+            "records_steps": "is_recording_past" in names,
         }
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -248,6 +265,12 @@ class NativeLayer:
         past, mask, x_BTD = bound.get("cache_params"), bound.get("attention_mask"), bound["hidden_states"]
         valid_BT = None if mask is None else mask[:, -x_BTD.shape[1] :].to(torch.bool)
         call = NativeCall(self.mixer, x_BTD, valid_BT, None if past is None else self.cache_layer(past))
+        if call.layer is not None and call.layer.record_past and x_BTD.shape[1] == 1 and not self.records_steps:
+            raise SurgeryError(
+                f"{type(self).__name__} of transformers {transformers.__version__} keeps no past of its convolution for "
+                "single tokens, so that tokens cannot be removed from the cache. Give it two tokens or more at a time, or do "
+                "not record (assisted generation)"
+            )
         if past is not None and self.asks_for_state:
             bound = {**bound, "cache_params": CacheWithoutRecurrentStates(past)}
         return type(self).own_forward(self, **bound, surgery=call)

@@ -97,7 +97,7 @@ class WeightEMA:
 PARAMETER_KINDS = {
     "structured": "cores of structured linears",
     "mixers": "parameters of attention mixers: gates, decays, feature maps, factors of scores",
-    "gates": "A_log and dt_bias of Gated DeltaNet and Mamba-2 layers that the original has",
+    "gates": "A_log and dt_bias of Gated DeltaNet, Mamba-2 and Kimi delta attention layers that the original has",
     "adapters": "LoRA",
     "dense": "matrices of ordinary linears",
     "embeddings": "token and position embeddings",
@@ -195,8 +195,8 @@ def _parameter_info(name: str, parameter: Tensor, modules: dict[str, nn.Module])
     module: Any = modules[path]
     if _is_of_mixer(path, modules):
         return ParameterInfo("mixers", _mixer_fans(module, leaf, parameter))
-    if leaf in NATIVE_GATES and native_core(module) is not None:
-        return ParameterInfo("gates", None)
+    if leaf in NATIVE_GATES and any(native_core(m) for m in (module, modules.get(path.rpartition(".")[0]))):
+        return ParameterInfo("gates", None)  # Kimi delta attention has them in a submodule
     if isinstance(module, StructuredLinear):
         mup = module.mup().get(leaf)
         fans = Fans(mup.fan_in, mup.fan_out, module.in_features, module.out_features) if mup else None
@@ -302,7 +302,7 @@ def _no_match_message(
         )
     if word == "gates":
         return (
-            f"{message}, which has no Gated DeltaNet and no Mamba-2 layers. Recipe lambda and the kind gates are for "
+            f"{message}, which has no Gated DeltaNet, Mamba-2 or Kimi delta attention layers. Recipe lambda and the kind gates are for "
             "models with such layers, after surgery convert SRC --recipe upgrade-log-linear --out OUT."
         )
     if word == "mixers" and "gates" in there:

@@ -15,8 +15,9 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from helpers import killing
-from helpers.tiny_families import TINY_FAMILIES
+from helpers.tiny_families import DELTA_NET, NO_HEAD_DIM, TINY_FAMILIES, TinyFamily
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -39,11 +40,39 @@ SLOW = [pytest.mark.slow]
 FAMILIES = [
     "qwen3_5",
     "mamba2",
+    "kimi_linear",
     *(
         pytest.param(name, marks=SLOW)
-        for name in ("qwen3_next", "qwen3_5_moe", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h")
+        for name in ("olmo_hybrid", "qwen3_next", "qwen3_5_moe", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h")
     ),
 ]
+# Families that are in no shared table, because nothing else is special about them.
+MORE = {
+    "kimi_linear": TinyFamily(
+        "KimiLinearForCausalLM",
+        "KimiLinearConfig",
+        {
+            **NO_HEAD_DIM,
+            "layer_types": ["linear_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
+            "linear_num_heads": 4,
+            "linear_head_dim": 8,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 8,
+            "moe_intermediate_size": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "olmo_hybrid": TinyFamily(
+        "OlmoHybridForCausalLM",
+        "OlmoHybridConfig",
+        {**NO_HEAD_DIM, **DELTA_NET, "layer_types": ["linear_attention", "full_attention"]},
+    ),
+}
 TOKENS = 75
 
 
@@ -53,8 +82,11 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def tiny_model(name: str) -> torch.nn.Module:
-    """Return a tiny random model. Skips if transformers runs its layers without the core functions."""
-    model = TINY_FAMILIES[name].build()
+    """Return a tiny random model. Skips if transformers runs its layers without the core functions, or has no such model."""
+    family = {**TINY_FAMILIES, **MORE}[name]
+    if not hasattr(transformers, family.model_class):
+        pytest.skip(f"this version of transformers has no {family.model_class}")
+    model = family.build()
     if not any(native_core(module) for module in model.modules()):
         pytest.skip("this version of transformers has no core functions by these names")
     return model
@@ -108,17 +140,19 @@ def test_level_weights_are_exactly_one(dtype: torch.dtype) -> None:
 # -- the definition --------------------------------------------------------------------------------
 def by_definition(inputs: NativeInputs, weights_BTGJL: torch.Tensor, config: Native) -> torch.Tensor:
     """Return out_BHTV token by token: what token s wrote, after the transitions to t, times the weight of its level."""
-    q, k, v, gate = inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV, inputs.gate_BTG.mT
+    q, k, v, gate = inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV, inputs.gate_BTG.transpose(1, 2)
+    if gate.dim() == 3:
+        gate = gate.unsqueeze(-1)  # the same for all key channels
     out, bits = torch.zeros_like(v), int(math.log2(config.block))
     for s in range(q.shape[2]):
         beta = 1.0 if inputs.beta_BGT is None else inputs.beta_BGT[:, :, s, None, None]
         state = beta * k[:, :, s, :, None] * v[:, :, s, None, :]
         for t in range(s, q.shape[2]):
             if t > s:
+                state = gate[:, :, t, :, None].exp() * state
                 if inputs.beta_BGT is not None:
                     read = k[:, :, t, None, :] @ state
                     state = state - inputs.beta_BGT[:, :, t, None, None] * k[:, :, t, :, None] * read
-                state = gate[:, :, t, None, None].exp() * state
             level = min(max(0, (t ^ s).bit_length() - bits), config.levels - 1)
             out[:, :, t] += weights_BTGJL[:, t, :, 0, level, None] * (q[:, :, t, None, :] @ state).squeeze(2)
     return out
@@ -245,6 +279,16 @@ def test_tokens_can_be_removed() -> None:
     cache.crop(-9)
     rest = logits(model, ids[:, 28:], **{CACHE_NAME: cache})
     assert relative(rest, full[:, 28:]) < 1e-5
+
+
+def test_single_tokens_of_kimi_delta_attention_are_not_recorded() -> None:
+    """transformers keeps no past of its convolution for them: refused, where a crop would be wrong."""
+    model, ids = upgrade(tiny_model("kimi_linear")), token_ids(20, rows=1)
+    cache = DynamicCache(config=model.config)
+    record_past(cache, model)
+    logits(model, ids[:, :10], **{CACHE_NAME: cache})
+    with pytest.raises(SurgeryError, match="keeps no past of its convolution for single tokens"):
+        logits(model, ids[:, 10:11], **{CACHE_NAME: cache})
 
 
 def test_caches_are_copied_and_refused() -> None:

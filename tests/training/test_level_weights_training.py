@@ -132,7 +132,9 @@ def test_gates_are_a_kind_of_parameters(name) -> None:
 
 
 def test_a_model_without_such_layers_is_named() -> None:
-    with pytest.raises(SurgeryError, match=r"no Gated DeltaNet and no Mamba-2 layers.*upgrade-log-linear"):
+    with pytest.raises(
+        SurgeryError, match=r"no Gated DeltaNet, Mamba-2 or Kimi delta attention layers.*upgrade-log-linear"
+    ):
         select_parameters(TINY_FAMILIES["llama"].build(), ["gates"], {})
 
 
