@@ -510,7 +510,9 @@ def test_converted_folders(name: str, tmp_path) -> None:
     for folder in (out, saved):
         dense = tmp_path / f"{folder.name}-dense"
         assert surgery.densify(folder, dense)["native"] == len(native_paths(model))
-        before, after = tensors_in(source), tensors_in(dense)
+        before, after = (tensors_in(place) for place in (source, dense))
+        if name in MORE:  # convolutions in parts, which converted files hold joined
+            before, after = (dict(AutoModelForCausalLM.from_pretrained(f).state_dict()) for f in (source, dense))
         assert before.keys() == after.keys()
         assert all(torch.equal(before[key], after[key]) for key in before)
     configs = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("source", "out-dense"))
