@@ -8,7 +8,8 @@ lambda. With W = b = 0 they are exactly 1, in every dtype in which W and b are s
 gates. Gated DeltaNet reads A with the delta rule; Mamba-2 has kernel scores, with q = C, k = B and v = dt x. The gates of
 Kimi delta attention, one for each key channel, are no mask (masks/channel_gates.py).
 
-There is one group per value head (J = 1 query head).
+There is one group per value head (J = 1 query head). r = G / g value heads share each of g heads of queries and keys. For
+several tokens the g heads become rows of the batch, with r groups that read one query and one key: no copy is repeated.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ CHUNK = 64  # tokens per chunk in training and prefill
 class NativeInputs(MixerInputs):
     """Inputs of one call, after the layer's convolution.
 
-    q_BHTK, k_BGTK, v_BGTV: with H = G value heads; as the products need them (normalized, scaled, times dt). gate_BTG:
+    q_BHTK, k_BGTK: with the heads that share queries and keys, which divide those of v_BGTV. All as the products need
+    them (normalized, scaled, times dt). gate_BTG:
     log-gates, (B, T, G, K) if they differ from key channel to key channel. beta_BGT: step sizes of the delta rule, None for
     kernel scores.
     """
@@ -58,6 +60,37 @@ class NativeInputs(MixerInputs):
         beta_BGT = None if self.beta_BGT is None else self.beta_BGT[:, :, index]
         tokens: NativeInputs = super().at_tokens(index)  # type: ignore[assignment]
         return replace(tokens, gate_BTG=self.gate_BTG[:, index], beta_BGT=beta_BGT)
+
+
+def _expand_heads(rows: MaskInputs) -> MaskInputs:
+    """Return the inputs with a query and a key for every value head: copies, for a single token or the definition."""
+
+    def expanded(x: Tensor) -> Tensor:
+        copies = rows.v_BGTV.shape[1] // x.shape[1]
+        x_BG: Tensor = x.unsqueeze(2).expand(-1, -1, copies, *x.shape[2:]).flatten(1, 2)
+        return x_BG
+
+    return replace(rows, q_BGJTF=expanded(rows.q_BGJTF), k_BGTF=expanded(rows.k_BGTF))
+
+
+def _heads_as_rows(rows: MaskInputs) -> MaskInputs:
+    """Return the inputs with a row for each head of queries and keys, all of whose groups read the same ones."""
+    heads = rows.k_BGTF.shape[1]
+
+    def of_groups(x: Tensor, dim: int) -> Tensor:
+        x_R: Tensor = x.unflatten(dim, (heads, -1)).movedim(dim, 1).flatten(0, 1)
+        return x_R
+
+    return replace(
+        rows,
+        q_BGJTF=rows.q_BGJTF.flatten(0, 1).unsqueeze(1),
+        k_BGTF=rows.k_BGTF.flatten(0, 1).unsqueeze(1),
+        v_BGTV=of_groups(rows.v_BGTV, 1),
+        beta_BGT=None if rows.beta_BGT is None else of_groups(rows.beta_BGT, 1),
+        start_B=rows.start_B.repeat_interleave(heads),
+        count_B=rows.count_B.repeat_interleave(heads),
+        signals={name: of_groups(signal, 2) for name, signal in rows.signals.items()},
+    )
 
 
 class _GivenGates(GatesMask):
@@ -114,16 +147,33 @@ class NativeMixer(Mixer):
         with autocast_disabled(inputs.x_BTD.device):
             unpadder = self._unpadder(inputs)
             rows = self._rows(inputs, unpadder, state)
+            before = None if state is None else state.tensors
             if rows.signals["gate"].dim() == 4:
                 out_BGJTV, buckets = self._mix_channels(rows, state)
-            elif state is not None and inputs.x_BTD.shape[1] == 1:
-                out_BGJTV, buckets = self.mask("step", rows, state.tensors)
+            elif before is not None and inputs.x_BTD.shape[1] == 1:
+                out_BGJTV, buckets = self.mask("step", _expand_heads(rows), before)
             else:
-                out_BGJTV, buckets = self.mask("chunked", rows, None if state is None else state.tensors, CHUNK)
+                out_BGJTV, buckets = self._mix_chunks(rows, before)
             out_BHTV = unpadder.pad(out_BGJTV.squeeze(2), dim=2)
         if state is None:
             return out_BHTV, None
         return out_BHTV, MixerState(state.seen_B + unpadder.count_B, buckets, rows.max_seen)
+
+    def _mix_chunks(
+        self, rows: MaskInputs, before: dict[str, Tensor] | None
+    ) -> tuple[Tensor, dict[str, Tensor] | None]:
+        """Return (out_BGJTV, the mask's state after the tokens, or None without a state)."""
+        heads, groups = rows.k_BGTF.shape[1], self.shape.groups
+        if heads == groups:
+            return self.mask("chunked", rows, before, CHUNK)
+        if before is not None:
+            buckets_BLGFV = before["buckets"]
+            before = {"buckets": buckets_BLGFV.unflatten(2, (heads, -1)).transpose(1, 2).flatten(0, 1)}
+        out, after = self.mask("chunked", _heads_as_rows(rows), before, CHUNK)
+        out_BGJTV = out.unflatten(0, (-1, heads)).flatten(1, 2)
+        if after is None:
+            return out_BGJTV, None
+        return out_BGJTV, {"buckets": after["buckets"].unflatten(0, (-1, heads)).transpose(1, 2).flatten(2, 3)}
 
     def _mix_channels(
         self, rows: MaskInputs, state: MixerState | None, chunk: int = CHANNELS_CHUNK
@@ -156,7 +206,10 @@ class NativeMixer(Mixer):
             unpadder = self._unpadder(inputs)
             rows = self._rows(inputs, unpadder, None)
             by_channel = rows.signals["gate"].dim() == 4
-            out_BGJTV = self._mix_channels(rows, None, chunk=1)[0] if by_channel else dense_output(self.mask, rows)
+            if by_channel:
+                out_BGJTV, _ = self._mix_channels(rows, None, chunk=1)
+            else:
+                out_BGJTV = dense_output(self.mask, _expand_heads(rows))
             return unpadder.pad(out_BGJTV.squeeze(2), dim=2)
 
     def _unpadder(self, inputs: MixerInputs) -> Unpadder:

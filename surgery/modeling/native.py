@@ -78,8 +78,8 @@ def gated_delta_core(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *, surgery: NativeCall, **_: Any
 ) -> tuple[Tensor, None]:
     """Return (output (B, T, G, V), None) of log-linear Gated DeltaNet; takes the arguments of the library's functions."""
-    wide, copies = torch.promote_types(value.dtype, torch.float32), value.shape[2] // key.shape[2]
-    q_BTGK, k_BTGK = (l2_normalize(x.to(wide)).repeat_interleave(copies, dim=2) for x in (query, key))
+    wide = torch.promote_types(value.dtype, torch.float32)
+    q_BTGK, k_BTGK = (l2_normalize(x.to(wide)) for x in (query, key))
     inputs = NativeInputs(
         q_BHTK=q_BTGK.transpose(1, 2) * key.shape[-1] ** -0.5,
         k_BGTK=k_BTGK.transpose(1, 2),
@@ -111,15 +111,14 @@ def mamba2_core(
 
     Takes the arguments of the library's function.
     """
-    wide, copies = torch.promote_types(hidden_states.dtype, torch.float32), hidden_states.shape[2] // B.shape[2]
+    wide = torch.promote_types(hidden_states.dtype, torch.float32)
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = F.softplus(dt) if dt_softplus else dt
     dt_BTG = dt.clamp(dt_limit[0], dt_limit[1]).to(wide)
     x_BTGV = hidden_states.to(wide)
-    q_BTGK, k_BTGK = (x.to(wide).repeat_interleave(copies, dim=2) for x in (C, B))
     inputs = NativeInputs(
-        q_BHTK=q_BTGK.transpose(1, 2),
-        k_BGTK=k_BTGK.transpose(1, 2),
+        q_BHTK=C.to(wide).transpose(1, 2),
+        k_BGTK=B.to(wide).transpose(1, 2),
         v_BGTV=(x_BTGV * dt_BTG.unsqueeze(-1)).transpose(1, 2),
         x_BTD=surgery.x_BTD,
         valid_BT=surgery.valid_BT,

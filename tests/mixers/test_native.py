@@ -140,7 +140,8 @@ def test_level_weights_are_exactly_one(dtype: torch.dtype) -> None:
 # -- the definition --------------------------------------------------------------------------------
 def by_definition(inputs: NativeInputs, weights_BTGJL: torch.Tensor, config: Native) -> torch.Tensor:
     """Return out_BHTV token by token: what token s wrote, after the transitions to t, times the weight of its level."""
-    q, k, v, gate = inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV, inputs.gate_BTG.transpose(1, 2)
+    v, gate = inputs.v_BGTV, inputs.gate_BTG.transpose(1, 2)
+    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (inputs.q_BHTK, inputs.k_BGTK))
     if gate.dim() == 3:
         gate = gate.unsqueeze(-1)  # the same for all key channels
     out, bits = torch.zeros_like(v), int(math.log2(config.block))
