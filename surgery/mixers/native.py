@@ -62,6 +62,16 @@ class NativeInputs(MixerInputs):
         return replace(tokens, gate_BTG=self.gate_BTG[:, index], beta_BGT=beta_BGT)
 
 
+def _may_overwrite(state: MixerState) -> bool:
+    """Return whether a step may update the state in place: nobody else reads it, no gradient needs it, and it is on a
+    CPU, where no kernel takes steps.
+    """
+    buckets = state.tensors["buckets"]
+    inference = buckets.is_inference() and not torch.is_inference_mode_enabled()
+    plain = not (torch.compiler.is_compiling() or torch.is_grad_enabled() or buckets.requires_grad or inference)
+    return plain and state.donated and state.max_seen is not None and buckets.device.type == "cpu"
+
+
 def _expand_heads(rows: MaskInputs) -> MaskInputs:
     """Return the inputs with a query and a key for every value head: copies, for a single token or the definition."""
 
@@ -148,16 +158,35 @@ class NativeMixer(Mixer):
             unpadder = self._unpadder(inputs)
             rows = self._rows(inputs, unpadder, state)
             before = None if state is None else state.tensors
+            buckets: dict[str, Tensor] | None
             if rows.signals["gate"].dim() == 4:
                 out_BGJTV, buckets = self._mix_channels(rows, state)
             elif before is not None and inputs.x_BTD.shape[1] == 1:
-                out_BGJTV, buckets = self.mask("step", _expand_heads(rows), before)
+                assert state is not None
+                step = self._step_in_place if _may_overwrite(state) else self._step
+                out_BGJTV, buckets = step(_expand_heads(rows), before)
             else:
                 out_BGJTV, buckets = self._mix_chunks(rows, before)
             out_BHTV = unpadder.pad(out_BGJTV.squeeze(2), dim=2)
-        if state is None:
+        if state is None or buckets is None:
             return out_BHTV, None
         return out_BHTV, MixerState(state.seen_B + unpadder.count_B, buckets, rows.max_seen)
+
+    def _step(self, rows: MaskInputs, before: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return (out_BGJTV, the mask's state after one token of each row)."""
+        out_BGJTV, after = self.mask("step", rows, before)
+        return out_BGJTV, after
+
+    def _step_in_place(self, rows: MaskInputs, before: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """`_step` that reads and writes only the buckets that hold tokens, in place."""
+        assert rows.max_seen is not None
+        bits, buckets_BLGFV = self.config.block.bit_length() - 1, before["buckets"]
+        size = (rows.max_seen >> bits).bit_length() + (bits > 0)
+        if size > buckets_BLGFV.shape[1]:
+            buckets_BLGFV = F.pad(buckets_BLGFV, (0, 0, 0, 0, 0, 0, 0, size - buckets_BLGFV.shape[1]))
+        pool, page_B = {"buckets": buckets_BLGFV}, torch.arange(len(buckets_BLGFV), device=buckets_BLGFV.device)
+        out_BGJTV: Tensor = self.mask("step_in_pool", rows, pool, page_B)
+        return out_BGJTV, pool
 
     def _mix_chunks(
         self, rows: MaskInputs, before: dict[str, Tensor] | None
@@ -165,7 +194,8 @@ class NativeMixer(Mixer):
         """Return (out_BGJTV, the mask's state after the tokens, or None without a state)."""
         heads, groups = rows.k_BGTF.shape[1], self.shape.groups
         if heads == groups:
-            return self.mask("chunked", rows, before, CHUNK)
+            out_BGJTV, after = self.mask("chunked", rows, before, CHUNK)
+            return out_BGJTV, after
         if before is not None:
             buckets_BLGFV = before["buckets"]
             before = {"buckets": buckets_BLGFV.unflatten(2, (heads, -1)).transpose(1, 2).flatten(0, 1)}
@@ -177,8 +207,8 @@ class NativeMixer(Mixer):
 
     def _mix_channels(
         self, rows: MaskInputs, state: MixerState | None, chunk: int = CHANNELS_CHUNK
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return (out_BGJTV, buckets after the tokens) with gates by channel."""
+    ) -> tuple[Tensor, dict[str, Tensor] | None]:
+        """Return (out_BGJTV, buckets after the tokens, or None without a state) with gates by channel."""
         assert rows.beta_BGT is not None
         block = self.config.block
         before = None if state is None else state.tensors["buckets"]
@@ -198,7 +228,7 @@ class NativeMixer(Mixer):
             block=block,
             chunk=chunk,
         )
-        return out_BGTV.unsqueeze(2), {} if after is None else {"buckets": after}
+        return out_BGTV.unsqueeze(2), None if after is None else {"buckets": after}
 
     def dense(self, inputs: MixerInputs) -> Tensor:
         """Return out_BHTV by the definition, in quadratic time; with gates by channel token by token."""

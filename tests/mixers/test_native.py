@@ -26,6 +26,7 @@ from surgery.architectures.native import GATED_DELTA, MAMBA2, native_core, nativ
 from surgery.cli.main import main
 from surgery.conversion.convert import convert
 from surgery.core.errors import SurgeryError
+from surgery.mixers import AttentionShape
 from surgery.mixers.native import NativeInputs, NativeMixer
 from surgery.mixers.native_config import Native
 from surgery.modeling.cache import CACHE_NAME, record_past
@@ -290,6 +291,37 @@ def test_single_tokens_of_kimi_delta_attention_are_not_recorded() -> None:
     logits(model, ids[:, :10], **{CACHE_NAME: cache})
     with pytest.raises(SurgeryError, match="keeps no past of its convolution for single tokens"):
         logits(model, ids[:, 10:11], **{CACHE_NAME: cache})
+
+
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("config", [SMALL, Native(levels=3, block=1), Native(levels=4, block=64)])
+def test_decoding_reads_only_buckets_that_hold_tokens(delta: bool, config: Native, monkeypatch) -> None:
+    """A donated state is updated in place, with rows at different positions; a state that is held is not touched."""
+    mixer = NativeMixer(config, AttentionShape(6, 4, 4, 8, 8, 1.0))
+    torch.nn.init.normal_(mixer.level.weight)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 80, 8, generator=generator) for _ in range(3))
+    beta = torch.rand(2, 4, 80, generator=generator) if delta else None
+    gate, x = -torch.rand(2, 80, 4, generator=generator) / 8, torch.randn(2, 80, 6, generator=generator)
+    valid = torch.arange(80) >= torch.tensor([[0], [7]])
+    inputs = NativeInputs(q, F.normalize(k, dim=-1), v, x, valid, gate_BTG=gate, beta_BGT=beta)
+    calls: list[int] = []
+    step = NativeMixer._step_in_place
+    monkeypatch.setattr(NativeMixer, "_step_in_place", lambda *args: calls.append(1) or step(*args))
+    with torch.no_grad():
+        _, first = mixer.mix(inputs.at_tokens(slice(0, 30)), mixer.empty_state(2, "cpu"))
+        held, kept = first, first.tensors["buckets"].clone()
+        donated = dataclasses.replace(first, tensors={"buckets": kept.clone()})
+        for token in range(30, 80):
+            tokens = inputs.at_tokens(slice(token, token + 1))
+            expected, held = mixer.mix(tokens, held)
+            found, donated = mixer.mix(tokens, donated.donate())
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(donated.tensors["buckets"], held.tensors["buckets"], rtol=1e-4, atol=1e-5)
+    assert len(calls) == 50 and torch.equal(first.tensors["buckets"], kept)
+    with torch.enable_grad():
+        mixer.mix(inputs.at_tokens(slice(0, 1)), mixer.empty_state(2, "cpu").donate())
+    assert len(calls) == 50
 
 
 def test_caches_are_copied_and_refused() -> None:
