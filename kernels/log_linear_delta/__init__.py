@@ -170,7 +170,8 @@ def log_linear_delta_triton(
     levels: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`log_linear` with beta. Returns (out_BGJTV, the buckets behind the tokens, None if no buckets are given)."""
-    gates = gates.expand(v.shape[:3])
+    gates, groups = gates.expand(v.shape[:3]), v.shape[1]
+    q, k = q.expand(-1, groups, -1, -1, -1), k.expand(-1, groups, -1, -1)  # of stride 0, where groups share them
     if buckets_BLGFV is not None:
         levels = levels_after(buckets_BLGFV, start_B, count_B) if levels is None else levels
         rows = RowTokens(q, k, v, beta, gates, level, start_B, count_B)

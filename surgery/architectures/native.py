@@ -1,4 +1,5 @@
-"""Native linear layers of a model, Gated DeltaNet and Mamba-2: their paths, and their shapes as a mixer needs them.
+"""Native linear layers of a model, Gated DeltaNet, Mamba-2 and Kimi delta attention: their paths, and their shapes as a
+mixer needs them.
 
 A module is one if the forward of its class calls the core functions of transformers by name. That is how
 surgery.modeling.native replaces these functions, so no list of families is needed.
@@ -15,10 +16,12 @@ from surgery.mixers import AttentionShape
 
 GATED_DELTA = frozenset({"torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"})
 MAMBA2 = frozenset({"mamba2_chunk_scan", "mamba2_selective_state_update", "mamba2_split_conv1d_scan_combined"})
+KIMI_DELTA = frozenset({"chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"})
 # Attributes of a module: value heads, heads that share queries and keys, key dims (Mamba-2: state size), value dims.
 SIZES = {
     GATED_DELTA: ("num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim"),
     MAMBA2: ("num_heads", "n_groups", "ssm_state_size", "head_dim"),
+    KIMI_DELTA: ("num_heads", "num_heads", "head_dim", "head_dim"),
 }
 # Modules of recurrent layers that have other states, by a part of the name of their class.
 OTHERS = {
@@ -26,7 +29,6 @@ OTHERS = {
     "ShortConv": "a short convolution, which has no state to weigh",
     "RecurrentBlock": "an RG-LRU layer, whose decay differs from channel to channel",
     "LightningAttention": "lightning attention, whose state has a place of its own in the cache",
-    "DeltaAttention": "Kimi delta attention, whose gates differ from key channel to key channel",
 }
 
 
@@ -53,10 +55,10 @@ def _reason(model: Any) -> str:
     kinds = {type(module).__name__ for module in model.modules()}
     for part, reason in OTHERS.items():
         if named := sorted(kind for kind in kinds if part in kind):
-            return f"its {named[0]} is {reason}. Level weights are for Gated DeltaNet and Mamba-2"
+            return f"its {named[0]} is {reason}. Level weights are for Gated DeltaNet, Mamba-2 and Kimi delta attention"
     return (
-        "no layer of it calls the core of Gated DeltaNet or Mamba-2 as transformers 5.23 does "
-        f"({', '.join(sorted(GATED_DELTA | MAMBA2))}). Use a model with such layers, and that version"
+        "no layer of it calls the core of Gated DeltaNet, Mamba-2 or Kimi delta attention as transformers 5.23 does "
+        f"({', '.join(sorted(GATED_DELTA | MAMBA2 | KIMI_DELTA))}). Use a model with such layers, and that version"
     )
 
 
@@ -65,10 +67,12 @@ def native_shape(model: Any, path: str) -> AttentionShape:
     module: Any = model.get_submodule(path)
     core = native_core(module)
     if core is None:
-        raise SurgeryError(f"{type(model).__name__} has no Gated DeltaNet and no Mamba-2 layer at {path!r}")
+        raise SurgeryError(
+            f"{type(model).__name__} has no Gated DeltaNet, Mamba-2 or Kimi delta attention layer at {path!r}"
+        )
     heads, shared, key, value = (int(getattr(module, name)) for name in SIZES[core])
     if heads % shared:
         raise SurgeryError(f"{path}: {heads} value heads must be a multiple of its {shared} key heads")
     dim = int(getattr(module, "hidden_size", 0) or text_config(model).hidden_size)
-    scaling = key**-0.5 if core == GATED_DELTA else 1.0
+    scaling = 1.0 if core == MAMBA2 else key**-0.5
     return AttentionShape(dim=dim, heads=heads, groups=heads, key=key, value=value, scaling=scaling)

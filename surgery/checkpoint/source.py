@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from surgery.checkpoint.companions import COPIED, SMALL_FILES, check_link, folder_files, subfolder_files
+from surgery.checkpoint.joined_convolutions import join_convolutions
 from surgery.checkpoint.remote_code import CONFIGS, check_code_trusted, check_no_outside_code, named_code
 from surgery.checkpoint.safetensors_io import DTYPES, FLOAT_DTYPES, TensorInfo, edge_bytes, read_header, source_errors
 from surgery.checkpoint.table import SHIM_NAME
@@ -131,8 +132,9 @@ def open_checkpoint(
     check_code_trusted(folder, name, config, trust_remote_code)
     if not weights and commit is None and not _has_weights(folder):
         return CheckpointSource(name, folder, config, {})
-    tensors = _read_headers(folder, name) if commit is None or weights else _read_remote_headers(name, commit)
-    return CheckpointSource(name, folder, config, tensors, commit)
+    local = commit is None or weights
+    tensors = _read_headers(folder, name) if local else _read_remote_headers(name, commit)
+    return CheckpointSource(name, folder, config, join_convolutions(config, tensors, values=local), commit)
 
 
 def _has_weights(folder: Path) -> bool:
@@ -172,7 +174,8 @@ def open_converted_checkpoint(name: str, revision: str | None = None) -> Checkpo
     org/name@revision).
     """
     name, folder, commit = _locate(name, True, revision)
-    return CheckpointSource(name, folder, read_config(folder, name), _read_headers(folder, name), commit)
+    config = read_config(folder, name)
+    return CheckpointSource(name, folder, config, join_convolutions(config, _read_headers(folder, name)), commit)
 
 
 def _locate(

@@ -280,7 +280,7 @@ HealingName = Annotated[
     typer.Option(
         "--recipe",
         "-r",
-        help="Train by this recipe: auto, linears, attention, new-modules, control, or a .yaml file.",
+        help="Train by this recipe: auto, linears, attention, new-modules, lambda, control, or a .yaml file.",
     ),
 ]
 TeacherName = Annotated[

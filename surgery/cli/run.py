@@ -26,7 +26,7 @@ Heal = Annotated[
     typer.Option(
         "--heal",
         metavar="RECIPE",
-        help="Heal by this recipe: auto, linears, attention, new-modules, or a .yaml file. Default: do not heal.",
+        help="Heal by this recipe: auto, linears, attention, new-modules, lambda, or a .yaml file. Default: do not heal.",
     ),
 ]
 HealOverrides = Annotated[

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from surgery.architectures.experts import merged_experts
 from surgery.architectures.linears import is_linear
+from surgery.architectures.native import native_core
 from surgery.core.config import Real, StrictModel
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.project import install_command
@@ -96,11 +97,13 @@ class WeightEMA:
 PARAMETER_KINDS = {
     "structured": "cores of structured linears",
     "mixers": "parameters of attention mixers: gates, decays, feature maps, factors of scores",
+    "gates": "A_log and dt_bias of Gated DeltaNet, Mamba-2 and Kimi delta attention layers that the original has",
     "adapters": "LoRA",
     "dense": "matrices of ordinary linears",
     "embeddings": "token and position embeddings",
     "vectors": "norms and biases",
 }
+NATIVE_GATES = ("A_log", "dt_bias")  # of transformers' modules: log-gate = -exp(A_log) softplus(.. + dt_bias)
 DECAYED_KINDS = ("structured", "adapters", "dense", "embeddings")
 
 
@@ -192,6 +195,8 @@ def _parameter_info(name: str, parameter: Tensor, modules: dict[str, nn.Module])
     module: Any = modules[path]
     if _is_of_mixer(path, modules):
         return ParameterInfo("mixers", _mixer_fans(module, leaf, parameter))
+    if leaf in NATIVE_GATES and any(native_core(m) for m in (module, modules.get(path.rpartition(".")[0]))):
+        return ParameterInfo("gates", None)  # Kimi delta attention has them in a submodule
     if isinstance(module, StructuredLinear):
         mup = module.mup().get(leaf)
         fans = Fans(mup.fan_in, mup.fan_out, module.in_features, module.out_features) if mup else None
@@ -294,6 +299,16 @@ def _no_match_message(
         return (
             f"{message}, whose linears were not converted. Use --recipe attention or new-modules, which train its "
             "attention."
+        )
+    if word == "gates":
+        return (
+            f"{message}, which has no Gated DeltaNet, Mamba-2 or Kimi delta attention layers. Recipe lambda and the kind gates are for "
+            "models with such layers, after surgery convert SRC --recipe upgrade-log-linear --out OUT."
+        )
+    if word == "mixers" and "gates" in there:
+        return (
+            f"{message}, whose linear layers have no level weights. Convert it first: surgery convert SRC --recipe "
+            "upgrade-log-linear --out OUT, then train OUT."
         )
     if word in ("structured", "mixers", "new") and not (bare or there & {"structured", "mixers"}):
         return (

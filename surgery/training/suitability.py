@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from surgery.mixers.native import NativeMixer
 from surgery.modeling.cache import mixer_modules
 from surgery.modeling.modules import is_new
 from surgery.training.stages import STAGES
@@ -24,7 +25,8 @@ def recipe_warnings(
     """Return warnings about stages that run on the model, but were made for another kind.
 
     An unconverted model has nothing to recover from a teacher. A recipe that gives mixers a rate of their own and has
-    no stage for whatever is `new` was made for replaced attention. name: of the checkpoint. has_fewer_layers: whether
+    no stage for whatever is `new` was made for replaced attention. Level weights that rows do not reach stay at 1 while
+    the others move. name: of the checkpoint. has_fewer_layers: whether
     its conversion removed layers.
     """
     configs: list[Any] = list(stages)
@@ -39,8 +41,26 @@ def recipe_warnings(
     has_mixers = any(True for _ in mixer_modules(model))
     for_mixers = any("mixers" in config.rates for config in configs)
     if has_mixers or not for_mixers or any("new" in config.trains for config in configs):
-        return []
+        return _unreached_levels(name, model, configs)
     return [
         f"this recipe is made for replaced attention, and the attention of {name} is as it was. For replaced linears "
         "use the recipe linears"
+    ]
+
+
+def _unreached_levels(name: str, model: nn.Module, configs: list[Any]) -> list[str]:
+    """Return a warning if the longest rows on which level weights of native layers are trained do not reach all."""
+    mixers = [module for module in model.modules() if isinstance(module, NativeMixer)]
+    words = {"mixers", "new", "all"}
+    lengths = [c.length for c in configs if words & {*c.trains, *getattr(c, "unfrozen", ())}]
+    if not mixers or not lengths:
+        return []
+    config, longest = mixers[0].config, max(lengths)
+    reached = 1 + max(0, (longest - 1).bit_length() - (config.block.bit_length() - 1))
+    if reached >= config.levels:
+        return []
+    return [
+        f"rows of {longest:,} tokens reach {reached} of the {config.levels} level weights of {name}. The others stay at 1 "
+        "while these move, so that texts beyond this length become worse. Convert the original again with "
+        f"--set native.levels={max(2, reached)}, or train on longer rows"
     ]

@@ -6,14 +6,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.util
 import json
 import math
+import sys
+import types
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from helpers import killing
-from helpers.tiny_families import TINY_FAMILIES
+from helpers.tiny_families import DELTA_NET, NO_HEAD_DIM, TINY_FAMILIES, TinyFamily
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -22,6 +26,7 @@ from surgery.architectures.native import GATED_DELTA, MAMBA2, native_core, nativ
 from surgery.cli.main import main
 from surgery.conversion.convert import convert
 from surgery.core.errors import SurgeryError
+from surgery.mixers import AttentionShape
 from surgery.mixers.native import NativeInputs, NativeMixer
 from surgery.mixers.native_config import Native
 from surgery.modeling.cache import CACHE_NAME, record_past
@@ -36,11 +41,39 @@ SLOW = [pytest.mark.slow]
 FAMILIES = [
     "qwen3_5",
     "mamba2",
+    "kimi_linear",
     *(
         pytest.param(name, marks=SLOW)
-        for name in ("qwen3_next", "qwen3_5_moe", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h")
+        for name in ("olmo_hybrid", "qwen3_next", "qwen3_5_moe", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h")
     ),
 ]
+# Families that are in no shared table, because nothing else is special about them.
+MORE = {
+    "kimi_linear": TinyFamily(
+        "KimiLinearForCausalLM",
+        "KimiLinearConfig",
+        {
+            **NO_HEAD_DIM,
+            "layer_types": ["linear_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
+            "linear_num_heads": 4,
+            "linear_head_dim": 8,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 8,
+            "moe_intermediate_size": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "olmo_hybrid": TinyFamily(
+        "OlmoHybridForCausalLM",
+        "OlmoHybridConfig",
+        {**NO_HEAD_DIM, **DELTA_NET, "layer_types": ["linear_attention", "full_attention"]},
+    ),
+}
 TOKENS = 75
 
 
@@ -50,8 +83,11 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def tiny_model(name: str) -> torch.nn.Module:
-    """Return a tiny random model. Skips if transformers runs its layers without the core functions."""
-    model = TINY_FAMILIES[name].build()
+    """Return a tiny random model. Skips if transformers runs its layers without the core functions, or has no such model."""
+    family = {**TINY_FAMILIES, **MORE}[name]
+    if not hasattr(transformers, family.model_class):
+        pytest.skip(f"this version of transformers has no {family.model_class}")
+    model = family.build()
     if not any(native_core(module) for module in model.modules()):
         pytest.skip("this version of transformers has no core functions by these names")
     return model
@@ -105,17 +141,20 @@ def test_level_weights_are_exactly_one(dtype: torch.dtype) -> None:
 # -- the definition --------------------------------------------------------------------------------
 def by_definition(inputs: NativeInputs, weights_BTGJL: torch.Tensor, config: Native) -> torch.Tensor:
     """Return out_BHTV token by token: what token s wrote, after the transitions to t, times the weight of its level."""
-    q, k, v, gate = inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV, inputs.gate_BTG.mT
+    v, gate = inputs.v_BGTV, inputs.gate_BTG.transpose(1, 2)
+    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (inputs.q_BHTK, inputs.k_BGTK))
+    if gate.dim() == 3:
+        gate = gate.unsqueeze(-1)  # the same for all key channels
     out, bits = torch.zeros_like(v), int(math.log2(config.block))
     for s in range(q.shape[2]):
         beta = 1.0 if inputs.beta_BGT is None else inputs.beta_BGT[:, :, s, None, None]
         state = beta * k[:, :, s, :, None] * v[:, :, s, None, :]
         for t in range(s, q.shape[2]):
             if t > s:
+                state = gate[:, :, t, :, None].exp() * state
                 if inputs.beta_BGT is not None:
                     read = k[:, :, t, None, :] @ state
                     state = state - inputs.beta_BGT[:, :, t, None, None] * k[:, :, t, :, None] * read
-                state = gate[:, :, t, None, None].exp() * state
             level = min(max(0, (t ^ s).bit_length() - bits), config.levels - 1)
             out[:, :, t] += weights_BTGJL[:, t, :, 0, level, None] * (q[:, :, t, None, :] @ state).squeeze(2)
     return out
@@ -244,6 +283,47 @@ def test_tokens_can_be_removed() -> None:
     assert relative(rest, full[:, 28:]) < 1e-5
 
 
+def test_single_tokens_of_kimi_delta_attention_are_not_recorded() -> None:
+    """transformers keeps no past of its convolution for them: refused, where a crop would be wrong."""
+    model, ids = upgrade(tiny_model("kimi_linear")), token_ids(20, rows=1)
+    cache = DynamicCache(config=model.config)
+    record_past(cache, model)
+    logits(model, ids[:, :10], **{CACHE_NAME: cache})
+    with pytest.raises(SurgeryError, match="keeps no past of its convolution for single tokens"):
+        logits(model, ids[:, 10:11], **{CACHE_NAME: cache})
+
+
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("config", [SMALL, Native(levels=3, block=1), Native(levels=4, block=64)])
+def test_decoding_reads_only_buckets_that_hold_tokens(delta: bool, config: Native, monkeypatch) -> None:
+    """A donated state is updated in place, with rows at different positions; a state that is held is not touched."""
+    mixer = NativeMixer(config, AttentionShape(6, 4, 4, 8, 8, 1.0))
+    torch.nn.init.normal_(mixer.level.weight)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 80, 8, generator=generator) for _ in range(3))
+    beta = torch.rand(2, 4, 80, generator=generator) if delta else None
+    gate, x = -torch.rand(2, 80, 4, generator=generator) / 8, torch.randn(2, 80, 6, generator=generator)
+    valid = torch.arange(80) >= torch.tensor([[0], [7]])
+    inputs = NativeInputs(q, F.normalize(k, dim=-1), v, x, valid, gate_BTG=gate, beta_BGT=beta)
+    calls: list[int] = []
+    step = NativeMixer._step_in_place
+    monkeypatch.setattr(NativeMixer, "_step_in_place", lambda *args: calls.append(1) or step(*args))
+    with torch.no_grad():
+        _, first = mixer.mix(inputs.at_tokens(slice(0, 30)), mixer.empty_state(2, "cpu"))
+        held, kept = first, first.tensors["buckets"].clone()
+        donated = dataclasses.replace(first, tensors={"buckets": kept.clone()})
+        for token in range(30, 80):
+            tokens = inputs.at_tokens(slice(token, token + 1))
+            expected, held = mixer.mix(tokens, held)
+            found, donated = mixer.mix(tokens, donated.donate())
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(donated.tensors["buckets"], held.tensors["buckets"], rtol=1e-4, atol=1e-5)
+    assert len(calls) == 50 and torch.equal(first.tensors["buckets"], kept)
+    with torch.enable_grad():
+        mixer.mix(inputs.at_tokens(slice(0, 1)), mixer.empty_state(2, "cpu").donate())
+    assert len(calls) == 50
+
+
 def test_caches_are_copied_and_refused() -> None:
     """A copied cache continues alone; one that the library's own layers filled is refused."""
     model, ids = tiny_model("qwen3_5"), token_ids()
@@ -259,14 +339,67 @@ def test_caches_are_copied_and_refused() -> None:
     assert torch.equal(logits(model, ids[:, 50:], **{CACHE_NAME: twin}), rest)
 
 
-def test_packed_documents_are_refused() -> None:
-    """Position ids that begin again are refused in words, and so are borders for kernels."""
+LENGTHS = [(9, 1, 14, 8), (20, 12), (32,)]  # of the documents of each row
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_packed_row_is_each_document_alone(name: str) -> None:
+    """Convolutions, states and levels begin again with each document, with gradients, by position ids or by seq_idx."""
+    model, ids = upgrade(tiny_model(name)), token_ids(32, rows=3)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
+    rows = zip(ids, LENGTHS)
+    alone = [torch.cat([model(part[None]).logits[0] for part in row.split(list(n))]) for row, n in rows]
+    expected = torch.stack(alone)
+    options = {"position_ids": positions, "use_cache": False}
+    if name == "granitemoehybrid":  # transformers makes its masks without positions
+        with pytest.raises(SurgeryError, match=r"the softmax layers of .* attend from one to the other"):
+            logits(model, ids, **options)
+        return
+    found = model(ids, **options).logits
+    assert relative(found, expected) < 1e-5
+    assert relative(logits(model, ids), expected) > 1e-3
+    level = model.get_submodule(native_paths(model)[0]).mixer.level.weight
+    slopes = [torch.autograd.grad(out.square().sum(), level)[0] for out in (found, expected)]
+    assert relative(*slopes) < 1e-4
+    if name != "mamba2":  # softmax layers beside
+        return
+    for names in ({"seq_idx": (positions == 0).cumsum(1)}, {"position_ids": positions}):
+        assert relative(logits(model, ids, use_cache=False, **names), expected) < 1e-5
+    ends = torch.tensor([0, 9, 10, 24, 32])
+    assert relative(logits(model, ids[:1], use_cache=False, cu_seq_lens_q=ends), expected[:1]) < 1e-5
+    assert relative(logits(model, ids[2:], cu_seq_lens_q=ends[[0, -1]]), expected[2:]) < 1e-5
+
+
+def test_packed_documents_survive_recomputed_activations() -> None:
+    """Activations that are recomputed in the backward pass begin again with each document too."""
+    model, ids = upgrade(tiny_model("qwen3_5")).train(), token_ids(20)
+    options = {"position_ids": torch.cat([torch.arange(12), torch.arange(8)]).expand(2, -1), "use_cache": False}
+    level, slopes = model.get_submodule(native_paths(model)[0]).mixer.level.weight, []
+    for recompute in (False, True):
+        if recompute:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        found = model(ids, **options).logits.square().sum()
+        model(ids[:, :5])  # another call before the backward pass
+        slopes.append(torch.autograd.grad(found, level)[0])
+    assert relative(*slopes) < 1e-6
+
+
+def test_packed_documents_that_are_refused() -> None:
+    """Those with a cache, those of which a layer is not told, and borders for kernels that a layer gets alone."""
     model, ids = upgrade(tiny_model("qwen3_5")), token_ids(20)
     positions = torch.cat([torch.arange(12), torch.arange(8)]).expand(2, -1)
-    with pytest.raises(SurgeryError, match="several documents"):
-        logits(model, ids, position_ids=positions)
-    with pytest.raises(SurgeryError, match="cu_seq_lens_q"):
-        logits(model, ids, cu_seq_lens_q=torch.tensor([0, 12, 20]))
+    with pytest.raises(SurgeryError, match=r"several documents packed in a row and a cache.*Pass use_cache=False"):
+        logits(model, ids, position_ids=positions, use_cache=True)
+    layer = model.get_submodule(native_paths(model)[0])
+    with pytest.raises(SurgeryError, match="'seq_idx', that is, with several documents"):
+        layer(torch.randn(1, 20, model.config.hidden_size), seq_idx=torch.zeros(1, 20))
+    for path in native_paths(model):
+        module = model.get_submodule(path)
+        module.forward = lambda *args, forward=module.forward, surgery_documents=None, **kwargs: forward(
+            *args, **kwargs
+        )
+    with pytest.raises(SurgeryError, match="does not pass on to its linear layers where they begin"):
+        logits(model, ids, position_ids=positions, use_cache=False)
     assert logits(model, ids, position_ids=torch.arange(20)[None]).shape[1] == 20
 
 
@@ -291,6 +424,40 @@ def test_gradients_equal_differences(name: str) -> None:
                 parameter.sub_(step * direction)
         assert slope != 0
         assert abs((scores[0] - scores[1]) / 2e-2 - slope) < 1e-2 * abs(slope)  # norms are in float32
+
+
+def test_the_fused_training_path_is_left(monkeypatch) -> None:
+    """With mamba-ssm installed the library's layer trains in one function, without the core; an upgraded one does not.
+
+    The module of the family is imported anew while a package of that name is there.
+    """
+    from transformers.models.mamba2 import modeling_mamba2
+
+    tiny_model("mamba2")
+    calls: list[str] = []
+
+    def mamba_split_conv1d_scan_combined(zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, outproj_weight):
+        calls.append("fused")
+        return zxbcdt[..., : outproj_weight.shape[1]] @ outproj_weight.mT
+
+    fused = types.ModuleType("mamba_ssm")
+    fused.mamba_split_conv1d_scan_combined = mamba_split_conv1d_scan_combined
+    monkeypatch.setitem(sys.modules, "mamba_ssm", fused)
+    spec = importlib.util.spec_from_file_location(f"{modeling_mamba2.__name__}_fused", modeling_mamba2.__file__)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    model = module.Mamba2ForCausalLM(tiny_model("mamba2").config).train()
+    model(token_ids()).logits.sum().backward()
+    assert len(calls) == len(native_paths(model))
+    calls.clear()
+    upgrade(model)
+    loss = model(token_ids()).logits.square().sum()
+    loss.backward()
+    assert calls == []
+    gradients = [model.get_submodule(path).mixer.level.bias.grad for path in native_paths(model)]
+    assert all(bool(gradient.any()) for gradient in gradients)
+    torch.testing.assert_close(loss.item(), model.eval()(token_ids()).logits.square().sum().item())
 
 
 def test_selectors_find_level_weights_alone() -> None:
@@ -376,7 +543,9 @@ def test_converted_folders(name: str, tmp_path) -> None:
     for folder in (out, saved):
         dense = tmp_path / f"{folder.name}-dense"
         assert surgery.densify(folder, dense)["native"] == len(native_paths(model))
-        before, after = tensors_in(source), tensors_in(dense)
+        before, after = (tensors_in(place) for place in (source, dense))
+        if name in MORE:  # convolutions in parts, which converted files hold joined
+            before, after = (dict(AutoModelForCausalLM.from_pretrained(f).state_dict()) for f in (source, dense))
         assert before.keys() == after.keys()
         assert all(torch.equal(before[key], after[key]) for key in before)
     configs = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("source", "out-dense"))

@@ -33,7 +33,7 @@ ONE = {"kind": "lm", "tokens": "20M", "rate": "1e-4"}
     ],
 )
 def test_shipped_recipes_run_for_a_few_steps(name, least, btt, mixed, texts, tmp_path):
-    assert sorted(healing_recipe_names()) == ["attention", "auto", "control", "linears", "new-modules"]
+    assert sorted(healing_recipe_names()) == ["attention", "auto", "control", "lambda", "linears", "new-modules"]
     few = ["stages.*.tokens=256", "stages.*.length=32", "stages.*.batch=4", "stages.*.rows=4", "log=1", "evaluate=1"]
     few += [f"data.sources=[{{path: {texts}}}]", "data.validation=0.1", "data.validation_examples=2"]
     tiny = load_healing_recipe(name, few, tiny=True)

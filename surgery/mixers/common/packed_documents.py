@@ -2,6 +2,7 @@
 
     documents = PackedDocuments.from_borders(border_BT)   border: True where a document begins after another in its row
     out_BHTV = documents.mix(mixer.mix, inputs)
+    out_BTD = documents.run(layer, x_BTD)               layer(x_DUD, real_DU): of one document per row
 
 As in transformers, a document begins where position_ids do not increase by one. Padded batches have such positions
 too, so the attention mask must also hide the preceding token. See find_packed_sequence_indices in
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -129,13 +131,21 @@ class PackedDocuments:
 
     def mix(self, mix: Callable[[MixerInputs], tuple[Tensor, Any]], inputs: MixerInputs) -> Tensor:
         """Return out_BHTV of `mix`, called on batches with one document per row."""
-        B, T = self.number_BT.shape
-        outs = []
-        for group in self.groups:
-            out_DHUV, _ = mix(_gather_group(group, inputs))
-            outs.append(out_DHUV.transpose(1, 2).flatten(0, 1))
-        out_BTHV: Tensor = torch.cat(outs).index_select(0, self.back_N).unflatten(0, (B, T))
+        outs = [mix(_gather_group(group, inputs))[0].transpose(1, 2) for group in self.groups]
+        out_BTHV = self._side_by_side(outs)
         return out_BTHV.transpose(1, 2)
+
+    def run(self, layer: Callable[[Tensor, Tensor | None], Tensor], x_BTD: Tensor) -> Tensor:
+        """Return the output (B, T, D) of `layer`, called on batches (x_DUD, real_DU) with one document per row; real_DU is
+        False at padding behind a document, None without.
+        """
+        return self._side_by_side([layer(_rows(group, x_BTD), group.real_DU) for group in self.groups])
+
+    def _side_by_side(self, outs: list[Tensor]) -> Tensor:
+        """Return (B, T, ..) of the groups' outputs (D, U, ..)."""
+        out_N = torch.cat([out.flatten(0, 1) for out in outs]).index_select(0, self.back_N)
+        out_BT: Tensor = out_N.unflatten(0, tuple(self.number_BT.shape))
+        return out_BT
 
 
 _ONE_DOCUMENT: ContextVar[bool] = ContextVar("one_document_per_row", default=False)
@@ -207,14 +217,16 @@ def _group_by_length(length_D: Tensor) -> list[Tensor]:
     return [(size_D == size).nonzero().flatten() for size in size_D.unique().tolist()]
 
 
+def _rows(group: DocumentGroup, x_BT: Tensor) -> Tensor:
+    """Return (D, U, ..) of a tensor (B, T, ..)."""
+    x_N = x_BT.flatten(0, 1).index_select(0, group.index_DU.flatten())
+    x_DU: Tensor = x_N.unflatten(0, tuple(group.index_DU.shape))
+    return x_DU
+
+
 def _gather_group(group: DocumentGroup, inputs: MixerInputs) -> MixerInputs:
     """Return the inputs of one group, one document per row. Padding slots repeat the document's last token."""
-    index_N, shape = group.index_DU.flatten(), tuple(group.index_DU.shape)
-
-    def rows(x: Tensor) -> Tensor:
-        x_DU: Tensor = x.flatten(0, 1).index_select(0, index_N).unflatten(0, shape)
-        return x_DU
-
+    rows = partial(_rows, group)
     q, k, v = (rows(x.transpose(1, 2)).transpose(1, 2) for x in (inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV))
     real_DU = group.real_DU
     if inputs.valid_BT is not None:

@@ -1,4 +1,5 @@
-"""LoRA on linears, structured ones too: y = W x + alpha / rank * up(down(x)), with all other parameters frozen.
+"""LoRA on linears, structured ones too: y = W x + alpha / rank * up(down(x)). All other parameters are frozen, except
+those that `unfrozen` selects.
 
 At the end the update is merged into dense linears. For structured linears, where the sum would lose the structure, it
 stays an adapter, in a folder that PEFT reads.
@@ -11,19 +12,20 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from surgery.checkpoint.safetensors_io import TensorSource, write_shard
-from surgery.core.config import Real
+from surgery.core.config import Count, Real
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.modeling.joined import JoinedLinear
 from surgery.modeling.modules import SplitLinear
 from surgery.structures import StructuredLinear
+from surgery.training.optim import select_parameters
 from surgery.training.sharded_tensors import full_tensor
 from surgery.training.stages.base import STAGES, Batch, Roles, Stage, StageConfig, StageModels
 from surgery.training.stages.distill import DistillConfig, DistillStage
-from surgery.training.stages.lm import LMConfig, LMStage
+from surgery.training.stages.lm import LMConfig, LMStage, text_lengths
 
 ADAPTER = "adapter"
 ADAPTER_NAMES = {"merge": "merged", "keep": "default"}
@@ -32,8 +34,10 @@ ADAPTER_NAMES = {"merge": "merged", "keep": "default"}
 class LoraStageConfig(StageConfig):
     """Keys of a `lora` stage.
 
-    targets: roles, or paths of linears with * and ?. loss: that of the stage `lm` or `distill`. adapter: at the end of
-    the stage, "merge" adds the update to the weights where possible; "keep" leaves an adapter everywhere.
+    targets: roles, or paths of linears with * and ?. unfrozen: parameters that are trained beside the adapters, in the
+    words of `trains`, which this stage does not read. loss: that of the stage `lm` or `distill`. adapter: at the end of
+    the stage, "merge" adds the update to the weights where possible; "keep" leaves an adapter everywhere. shortest: as
+    in the stage `lm`, with its loss.
     """
 
     name: ClassVar[str] = "lora"
@@ -41,11 +45,20 @@ class LoraStageConfig(StageConfig):
     alpha: Annotated[int, Field(ge=1)] = 16
     dropout: Annotated[Real, Field(ge=0, lt=1)] = 0.0
     targets: tuple[str, ...] = ("attention",)
+    unfrozen: tuple[str, ...] = ()
     loss: Literal["lm", "distill"] = "lm"
     temperature: Annotated[Real, Field(gt=0)] = 1.0
     top_k: Annotated[int, Field(ge=1)] | None = None
     ce_weight: Annotated[Real, Field(ge=0)] = 0.0
     adapter: Literal["merge", "keep"] = "merge"
+    shortest: Annotated[Count, Field(ge=8)] | None = None
+
+    @model_validator(mode="after")
+    def _check_shortest(self) -> LoraStageConfig:
+        text_lengths(self.length, self.shortest)
+        if self.shortest is not None and self.loss != "lm":
+            raise ValueError(f"shortest cuts rows for the loss lm only (got loss {self.loss})")
+        return self
 
 
 @STAGES.register(LoraStageConfig)
@@ -59,7 +72,7 @@ class LoraStage(Stage):
         shared = {k: v for k, v in dict(config).items() if k in DistillConfig.model_fields and k != "kind"}
         self.inner: Stage = DistillStage(DistillConfig(kind="distill", **shared))
         if config.loss == "lm":
-            plain = {k: v for k, v in shared.items() if k in LMConfig.model_fields}
+            plain = {k: v for k, v in dict(config).items() if k in LMConfig.model_fields and k != "kind"}
             self.inner = LMStage(LMConfig(kind="lm", **plain))
 
     @property
@@ -80,7 +93,13 @@ class LoraStage(Stage):
             )
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                inject_adapter_in_model(settings, models.student, ADAPTER_NAMES[adapter])
+                try:
+                    inject_adapter_in_model(settings, models.student, ADAPTER_NAMES[adapter])
+                except ValueError as error:  # out_proj of Mamba, whose weight some kernels read themselves
+                    raise SurgeryError(
+                        f"stage lora: targets: PEFT has no adapters for {', '.join(paths[:3])}{', ..' * (len(paths) > 3)}: "
+                        f"{error} Leave them out of targets"
+                    ) from None
 
     def _paths(self, student: Any, roles: Roles) -> dict[str, list[str]]:
         """Return {"merge": paths, "keep": paths} of the targets."""
@@ -105,12 +124,18 @@ class LoraStage(Stage):
         return bool(self._paths(models.student, roles)["keep"])
 
     def trained_parameters(self, models: StageModels, roles: Roles) -> set[str]:
-        """Return the names of all LoRA parameters."""
-        return {name for name, _ in models.student.named_parameters() if ".lora_" in name}
+        """Return the names of all LoRA parameters, and of those that stay unfrozen."""
+        names = {name for name, _ in models.student.named_parameters() if ".lora_" in name}
+        return names | select_parameters(models.student, self.config.unfrozen, roles)
 
     def changed_parameters(self, models: StageModels, roles: Roles) -> set[str]:
-        """Return the names of the weights that the adapters are merged into."""
-        return {f"{path}.weight" for path in self._paths(models.student, roles)["merge"]}
+        """Return the names of the weights that the adapters are merged into, and of those that stay unfrozen."""
+        names = {f"{path}.weight" for path in self._paths(models.student, roles)["merge"]}
+        return names | select_parameters(models.student, self.config.unfrozen, roles)
+
+    def begin_step(self, step: int, seed: int) -> None:
+        """Draw what differs from step to step in the inner stage."""
+        self.inner.begin_step(step, seed)
 
     def losses(self, models: StageModels, batch: Batch) -> dict[str, Tensor]:
         """Return the losses of the inner stage."""
