@@ -17,6 +17,7 @@ allocation of rank.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -33,14 +34,32 @@ from surgery.structures.metric import Metric, inner_product, inverse_size, spd_f
 
 WARM_SIZE = 128  # rows or columns of a block, the fewer of both, from which its old factors start the new ones
 OVERSAMPLING = 8  # random directions beside them
-START_SWEEPS = 1  # sweeps at each starting allocation
 TRIAL_SWEEPS = 2  # sweeps after an exchange of rank
-LAST_SWEEPS, LAST_GAIN = 20, 3e-3  # most sweeps at the final ranks; they stop when one lowers the squared error by less
-NEAR = 1.25  # the first start takes part in the exchange if its squared error is at most this many times the least
-TRIES, EXCHANGES = 2, 4  # exchanges that are tried before the search stops, and most that are accepted
-FEW_RANKS, MORE_TRIES, MORE_EXCHANGES = 10, 6, 8  # the same for a matrix of fewer ranks, each of which is a large part
-MIN_GAIN = 1e-3  # an exchange must lower the squared error by this fraction
+LAST_SWEEPS = 20  # most sweeps at the final ranks
 
+
+@dataclass(frozen=True)
+class Search:
+    """How thoroughly ranks are searched for.
+
+    start_sweeps: at each starting allocation. near: the first start takes part in the exchange if its squared error is
+    at most this many times the least. tries: exchanges that are tried before the search stops. exchanges: most that are
+    accepted. min_gain: part of the error by which an exchange must lower it. last_gain: part of the squared error below
+    which the last sweeps stop.
+    """
+
+    start_sweeps: int = 3
+    near: float = math.inf
+    tries: int = 6
+    exchanges: int = 8
+    min_gain: float = 1e-4
+    last_gain: float = 1e-2
+
+
+THOROUGH = Search()
+# Of an MLR matrix that starts from ranks which fall by half from level to level, near those that are found.
+MLR_SEARCH = Search(start_sweeps=1, near=1.25, tries=2, exchanges=4, min_gain=1e-3, last_gain=2e-3)
+FEW_RANKS = 10  # an MLR matrix of fewer ranks, each of which is a large part, is searched thoroughly
 
 DescentT = TypeVar("DescentT", bound="Descent")
 
@@ -405,13 +424,13 @@ def fill_up(moment: Tensor, size: int) -> Tensor:
     return torch.cat([moment, ones]) if moment.dim() == 1 else torch.block_diag(moment, ones.diag())
 
 
-def expected_sweeps(starts: Sequence[Sequence[int]], exchange: bool) -> int:
+def expected_sweeps(starts: Sequence[Sequence[int]], exchange: bool, search: Search = THOROUGH) -> int:
     """Return the number of sweeps of a fit whose exchanges are each accepted at the first try.
 
     The gains cost one sweep.
     """
-    exchanges = 2 * EXCHANGES * (TRIAL_SWEEPS + 1) if exchange else 0
-    return START_SWEEPS * len(starts) + exchanges + LAST_SWEEPS
+    exchanges = 2 * search.exchanges * (TRIAL_SWEEPS + 1) if exchange else 0
+    return search.start_sweeps * len(starts) + exchanges + LAST_SWEEPS
 
 
 def best_descent(
@@ -419,7 +438,8 @@ def best_descent(
 ) -> Descent:
     """Return the best fit of an MLR matrix found from the starting ranks; arguments as in `best_fit`."""
     counts = [2**level for level in range(len(limits))]
-    return best_fit(lambda: Descent(weight_OI, metric, counts), starts, limits, [1] * len(limits), exchange)
+    search = THOROUGH if sum(starts[0]) < FEW_RANKS else MLR_SEARCH
+    return best_fit(lambda: Descent(weight_OI, metric, counts), starts, limits, [1] * len(limits), exchange, search)
 
 
 @torch.no_grad()
@@ -429,6 +449,7 @@ def best_fit(
     limits: Sequence[int],
     costs: Sequence[int],
     exchange: bool,
+    search: Search = THOROUGH,
 ) -> DescentT:
     """Return the best fit found from the starting ranks.
 
@@ -441,28 +462,28 @@ def best_fit(
     exchange = exchange and len(limits) > 1
     fit = begin()
     if fit.weight_OI.is_meta:
-        with repeated(expected_sweeps(starts, exchange)):
+        with repeated(expected_sweeps(starts, exchange, search)):
             fit.sweep(starts[0])
         return fit
     fits = []
     for ranks in starts:
         fits.append(fit.copy())
-        for _ in range(START_SWEEPS if sum(rank > 0 for rank in ranks) > 1 else 1):
+        for _ in range(search.start_sweeps if sum(rank > 0 for rank in ranks) > 1 else 1):
             fits[-1].sweep(ranks)
     best = min(fits, key=lambda fit: fit.error())
     if exchange:
         # From the first start, rank on every level, as well, if its error is near: from rank on level 1 alone the
         # exchange often ends in a local minimum.
-        near = best is not fits[0] and fits[0].error() < NEAR * best.error()
+        near = best is not fits[0] and fits[0].error() <= search.near * best.error()
         fits = [fits[0], best] if near else [best]
         budget = total_cost(starts[0], costs)
-        best = min((exchange_ranks(fit, limits, costs, budget) for fit in fits), key=lambda fit: fit.error())
+        best = min((exchange_ranks(fit, limits, costs, budget, search) for fit in fits), key=lambda fit: fit.error())
     if sum(rank > 0 for rank in best.ranks) > 1:
         before = best.error()
         for _ in range(LAST_SWEEPS):
             best.sweep(best.ranks)
             before, last = best.error(), before
-            if before > last * (1 - LAST_GAIN):
+            if before > last * (1 - search.last_gain):
                 break
     return best
 
@@ -473,7 +494,11 @@ def total_cost(ranks: Sequence[int], costs: Sequence[int]) -> int:
 
 
 def exchange_ranks(
-    fit: DescentT, limits: Sequence[int], costs: Sequence[int] | None = None, budget: int | None = None
+    fit: DescentT,
+    limits: Sequence[int],
+    costs: Sequence[int] | None = None,
+    budget: int | None = None,
+    search: Search = THOROUGH,
 ) -> DescentT:
     """Return the fit after exchanges of rank between two levels, each accepted only if the refitted error falls.
 
@@ -484,13 +509,12 @@ def exchange_ranks(
     costs = [1] * len(limits) if costs is None else costs
     total = total_cost(fit.ranks, costs)
     budget = total if budget is None else budget
-    few = total < FEW_RANKS * min(costs)
-    tries, exchanges = (MORE_TRIES, MORE_EXCHANGES) if few else (TRIES, EXCHANGES)
     amount, accepted = 1 << max(0, (total // 16).bit_length() - 1), 0
     failed: set[tuple[int, ...]] = set()
     tails = [fit.tails(level) for level in range(len(limits))]
-    while amount and accepted < exchanges:
-        better = _first_better(fit, _exchanges(fit.ranks, tails, limits, costs, budget, amount)[:tries], failed)
+    while amount and accepted < search.exchanges:
+        exchanges = _exchanges(fit.ranks, tails, limits, costs, budget, amount)[: search.tries]
+        better = _first_better(fit, exchanges, search.min_gain, failed)
         if better is not None:
             fit, accepted, failed = better, accepted + 1, set()
             tails = [fit.tails(level) for level in range(len(limits))]
@@ -534,7 +558,9 @@ def _exchanges(
     return list(dict.fromkeys(after for *_, after in sorted(gains, reverse=True)))
 
 
-def _first_better(fit: DescentT, exchanges: list[tuple[int, ...]], failed: set[tuple[int, ...]]) -> DescentT | None:
+def _first_better(
+    fit: DescentT, exchanges: list[tuple[int, ...]], min_gain: float, failed: set[tuple[int, ...]]
+) -> DescentT | None:
     """Return a refitted copy with the first ranks that lower the error, or None.
 
     Ranks that do not are added to `failed`.
@@ -546,7 +572,7 @@ def _first_better(fit: DescentT, exchanges: list[tuple[int, ...]], failed: set[t
         trial = fit.copy()
         for _ in range(TRIAL_SWEEPS):
             trial.sweep(ranks)
-        if trial.error() < before * (1 - MIN_GAIN):
+        if trial.error() < before * (1 - min_gain):
             return trial
         failed.add(ranks)
     return None
