@@ -275,7 +275,7 @@ class MLBTCLinear(StructuredLinear):
         descent = LevelDescent(weight_OI, metric, self.levels(self.config, *weight_OI.shape))
         for at, _, (left, right) in self._levels:
             descent.read_cores(at, getattr(self, left).data, getattr(self, right).data)
-        if descent.blocks and (metric.g_OO is None or metric.g_OO.dim() == 1):
+        if descent.factors and (metric.g_OO is None or metric.g_OO.dim() == 1):
             descent.solve_left()
         descent.sweep(self.config.ranks)
         for at, _, names in self._levels:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from surgery.core.errors import SurgeryError
@@ -167,9 +168,9 @@ class LevelDescent(Descent):
     """
 
     def __init__(self, weight_OI: Tensor, metric: Metric, levels: Sequence[Level]):
-        super().__init__(weight_OI, metric, len(levels))
+        counts = [level.blocks if isinstance(level, DiagonalLevel) else 1 for level in levels]
+        super().__init__(weight_OI, metric, counts)
         self.kinds = tuple(levels)
-        self.counts = [level.blocks if isinstance(level, DiagonalLevel) else 1 for level in levels]
         self.grids: dict[int, BTTLinear] = {}
 
     def copy(self) -> LevelDescent:
@@ -191,7 +192,7 @@ class LevelDescent(Descent):
             self.place_grid(level, None)
         elif old is None or old.config.rank != rank:
             new: Any = BTTLinear.project(target_OI, kind.config(rank), self.metric)
-            if self.gap_OI.is_meta:  # one step is counted for all, most of which are sweeps
+            if self.weight_OI.is_meta:  # one step is counted for all, most of which are sweeps
                 new.sweep(target_OI, self.metric)
             self.place_grid(level, new)
         else:
@@ -205,20 +206,16 @@ class LevelDescent(Descent):
     def grid_target(self, level: int) -> Tensor:
         """Return the matrix (O, I) that a grid should be, with all other levels fixed."""
         old = self.grids.get(level)
-        return self.gap_OI if old is None else self.gap_OI + old.dense()
+        return self.gap_OI.clone() if old is None else self.gap_OI + old.dense()
 
     def place_grid(self, level: int, linear: Any | None) -> None:
         """Replace the matrix of a grid, or remove it, and bring the gap up to date."""
-        change_OI = self.gap_OI.new_zeros(self.gap_OI.shape) if linear is None else linear.dense()
+        change_OI = torch.zeros_like(self.weight_OI) if linear is None else linear.dense()
         if old := self.grids.pop(level, None):
             change_OI = change_OI - old.dense()
         if linear is not None:
             self.grids[level] = linear
-        self.gap_OI -= change_OI
-        if self.metric.c_II is None:
-            self.gap_c_OI -= change_OI
-        else:
-            self.gap_c_OI -= change_OI @ self.metric.c_II
+        self.change_gap(change_OI)
 
     def tails(self, level: int) -> list[float]:
         """Return tail[r], the part of the squared error that a level of rank r leaves if all other levels stay as they

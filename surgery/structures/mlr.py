@@ -131,8 +131,8 @@ class MLRLinear(StructuredLinear):
     def project(cls, weight_OI: Tensor, config: Any, metric: Metric | None = None) -> StructuredLinear:
         """Return the best fit that block descent in the metric finds; exact at full rank.
 
-        There is no closed form beyond one level. Without given `ranks`, the descent starts from an even spread and from
-        each level alone, and exchanges rank between levels while that lowers the error. The result is never worse than
+        There is no closed form beyond one level. Without given `ranks`, the descent starts from ranks that fall by half from
+        level to level and from each level alone, and exchanges rank between levels while that lowers the error. The result is never worse than
         low rank.
         """
         out, in_ = weight_OI.shape
@@ -145,7 +145,7 @@ class MLRLinear(StructuredLinear):
 
     @classmethod
     def _from_descent(cls, descent: Descent, config: Any) -> StructuredLinear:
-        out, in_ = descent.gap_OI.shape
+        out, in_ = descent.weight_OI.shape
         config = replace(config, ranks=tuple(descent.ranks), rank=sum(descent.ranks))
         factors = {level: descent.level_factors(level) for level, rank in enumerate(config.ranks) if rank}
         cores = {f"right{level + 1}": right_rI for level, (_, right_rI) in factors.items()}
@@ -182,7 +182,7 @@ class MLRLinear(StructuredLinear):
         ranks = self.level_ranks(self.config, self.out_features, self.in_features)
         if ranks[0] >= min(weight_OI.shape) or not any(ranks[1:]):
             return None
-        descent = Descent(weight_OI, metric, len(ranks))
+        descent = Descent(weight_OI, metric, [2**level for level in range(len(ranks))])
         for p, left_Or, right_rI in self._levels():
             descent.read_level(p.bit_length() - 1, left_Or.data, right_rI.data)
         if metric.g_OO is None or metric.g_OO.dim() == 1:
@@ -258,11 +258,20 @@ def level_product(x: Tensor, blocks: int, left_Or: Tensor, right_rI: Tensor) -> 
     return y_Npo.reshape(*x.shape[:-1], blocks * o)[..., :out]
 
 
-def starting_ranks(rank: int, limits: list[int]) -> list[tuple[int, ...]]:
-    """Return the ranks from which the exchange starts: an even spread, and each level alone as far as its limit
-    allows.
+def halved_ranks(rank: int, limits: list[int]) -> tuple[int, ...]:
+    """Return ranks with the sum `rank` of which each level has about half of the one before; level 1 gets the
+    remainder.
     """
-    starts = [spread_evenly(rank, limits)]
+    shares = [2.0**-level for level in range(len(limits))]
+    ranks = [min(limit, int(rank * share / sum(shares))) for share, limit in zip(shares, limits)]
+    return rank - sum(ranks[1:]), *ranks[1:]
+
+
+def starting_ranks(rank: int, limits: list[int]) -> list[tuple[int, ...]]:
+    """Return the ranks from which the exchange starts: each level half of the one before, and each level alone as far
+    as its limit allows.
+    """
+    starts = [halved_ranks(rank, limits)]
     for level, limit in enumerate(limits):
         level_rank = min(rank, limit)
         ranks = [0] * len(limits)

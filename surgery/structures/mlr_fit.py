@@ -3,12 +3,13 @@
     descent = best_descent(weight_OI, metric, [(3, 2, 1)], limits=[32, 16, 8], exchange=True)
     descent.ranks, descent.error()
 
-Block descent fits one block at a time and keeps the others fixed. With E the remaining error, (k, k) the place of the
-block and a metric (C, G), the squared error tr(G (E - X) C (E - X)^T) of a block X depends on E only by
+Block descent fits the blocks of one level and keeps the other levels fixed. With E the remaining error, (k, k) the place
+of the block and a metric (C, G), the squared error tr(G (E - X) C (E - X)^T) of a block X depends on E only by
 
     T = G_kk^-1 (G E C)_kk C_kk^-1
 
-and the best block of rank r is the best approximation of T in the metric (C_kk, G_kk). Parshakova et al. 2023, "Factor
+and the best block of rank r is the best approximation of T in the metric (C_kk, G_kk). All blocks of a level are fitted
+in one batch, and one after the other only where that would raise the error. Parshakova et al. 2023, "Factor
 fitting, rank allocation, and partitioning in multilevel low rank matrices", name both problems, the fit and the
 allocation of rank.
 """
@@ -16,7 +17,9 @@ allocation of rank.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -24,16 +27,39 @@ from torch import Tensor
 
 from surgery.core.repeats import repeated
 from surgery.structures import linalg
-from surgery.structures.low_rank import low_rank_factors, tail_energies
-from surgery.structures.metric import Metric, inner_product, spd_factor
+from surgery.structures.base import balance_factors, exact_factors
+from surgery.structures.btt import zero_pad
+from surgery.structures.low_rank import leading_eigenvectors, orthonormalize, tail_energies
+from surgery.structures.metric import Metric, inner_product, inverse_size, spd_factor
 
-START_SWEEPS = 3  # sweeps at each starting allocation
+WARM_SIZE = 128  # rows or columns of a block, the fewer of both, from which its old factors start the new ones
+OVERSAMPLING = 8  # random directions beside them
 TRIAL_SWEEPS = 2  # sweeps after an exchange of rank
-LAST_SWEEPS, LAST_GAIN = 20, 1e-2  # most sweeps at the final ranks; they stop when one lowers the squared error by less
-TRIES = 6  # exchanges that are tried before the search stops
-EXCHANGES = 8  # most exchanges that are accepted
-MIN_GAIN = 1e-4  # an exchange must lower the squared error by this fraction
+LAST_SWEEPS = 20  # most sweeps at the final ranks
 
+
+@dataclass(frozen=True)
+class Search:
+    """How thoroughly ranks are searched for.
+
+    start_sweeps: at each starting allocation. near: the first start takes part in the exchange if its squared error is
+    at most this many times the least. tries: exchanges that are tried before the search stops. exchanges: most that are
+    accepted. min_gain: part of the error by which an exchange must lower it. last_gain: part of the squared error below
+    which the last sweeps stop.
+    """
+
+    start_sweeps: int = 3
+    near: float = math.inf
+    tries: int = 6
+    exchanges: int = 8
+    min_gain: float = 1e-4
+    last_gain: float = 1e-2
+
+
+THOROUGH = Search()
+# Of an MLR matrix that starts from ranks which fall by half from level to level, near those that are found.
+MLR_SEARCH = Search(start_sweeps=1, near=1.25, tries=2, exchanges=4, min_gain=1e-3, last_gain=2e-3)
+FEW_RANKS = 10  # an MLR matrix of fewer ranks, each of which is a large part, is searched thoroughly
 
 DescentT = TypeVar("DescentT", bound="Descent")
 
@@ -43,89 +69,299 @@ def block_size(n: int, blocks: int) -> int:
     return -(-n // blocks)
 
 
-class Descent:
-    """An MLR matrix during its fit. weight_OI: the target. ranks: current rank of each level, at first 0.
+@dataclass(frozen=True)
+class BlockRoots:
+    """Cholesky factors L of the diagonal blocks of a moment (C or G), one for each block of a level.
 
-    gap_OI: W - B. gap_c_OI: (W - B) C. counts: number of blocks of each level. blocks: (level, k) -> left (o, r) and
-    right (r, i) factors; r is less than the level's rank where the block is smaller.
+    lower, inverse: L and L^-1 (p, n, n); of a diagonal moment (p, n, 1), its square root and the reciprocal; None: the
+    identity.
     """
 
-    def __init__(self, weight_OI: Tensor, metric: Metric, levels: int):
-        self.weight_OI, self.metric, self.ranks = weight_OI, metric, [0] * levels
-        self.counts = [2**level for level in range(levels)]
-        self.gap_OI, self.gap_c_OI = weight_OI.clone(), metric.times_c(weight_OI).clone()
-        self.blocks: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    lower: Tensor | None = None
+    inverse: Tensor | None = None
+
+    @classmethod
+    def of(cls, moment: Tensor | None, count: int, size: int) -> BlockRoots:
+        """Return the roots of `count` blocks of `size` rows of a moment (N, N) or its diagonal (N,)."""
+        if moment is None:
+            return cls()
+        if moment.dim() == 1:
+            root = moment[: count * size].view(count, size, 1).sqrt()
+            return cls(root, 1 / root)
+        lower = spd_factor(diagonal_blocks(moment, count, size, size).contiguous())
+        eye = torch.eye(size, dtype=lower.dtype, device=lower.device).expand_as(lower)
+        return cls(lower, linalg.solve_triangular(lower, eye, upper=False))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the moment is a matrix, and not a diagonal or the identity."""
+        return self.lower is not None and self.lower.shape[1] == self.lower.shape[2]
+
+    def whiten(self, x: Tensor, part: slice) -> Tensor:
+        """Return L^T x (.., n, m) for the blocks of `part`."""
+        if self.lower is None:
+            return x
+        return self.lower[part].mT @ x if self.is_full else self.lower[part] * x
+
+    def solve(self, x: Tensor, part: slice) -> Tensor:
+        """Return L^-1 x (.., n, m) for the blocks of `part`."""
+        if self.inverse is None:
+            return x
+        return self.inverse[part] @ x if self.is_full else self.inverse[part] * x
+
+    def unwhiten(self, x: Tensor, part: slice) -> Tensor:
+        """Return L^-T x (.., n, m) for the blocks of `part`."""
+        if self.inverse is None:
+            return x
+        return self.inverse[part].mT @ x if self.is_full else self.inverse[part] * x
+
+
+def diagonal_blocks(matrix: Tensor, count: int, rows: int, columns: int) -> Tensor:
+    """Return a view (p, o, i) of the p blocks of o x i along the diagonal of a matrix."""
+    grid = matrix[: count * rows, : count * columns].unflatten(0, (count, rows)).unflatten(2, (count, columns))
+    blocks: Tensor = grid.diagonal(dim1=0, dim2=2).movedim(-1, 0)
+    return blocks
+
+
+ALL = slice(None)  # all blocks of a level
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a level, left (p, o, r) right (p, r, i), and the factors u, v of the same blocks, whitened."""
+
+    left: Tensor
+    right: Tensor
+    u: Tensor
+    v: Tensor
+
+    def among(self, count: int, part: slice) -> Blocks:
+        """Return `count` blocks, which are zero outside of `part`."""
+        tensors = [self.left, self.right, self.u, self.v]
+        whole = Blocks(*(m.new_zeros(count, *m.shape[1:]) for m in tensors))
+        return whole.with_part(part, self)
+
+    def with_part(self, part: slice, new: Blocks) -> Blocks:
+        """Return a copy with the blocks of `part` replaced; the smaller of both ranks is filled up with zeros."""
+        rank = max(self.left.shape[2], new.left.shape[2])
+        mine, theirs = self.first_ranks(rank), new.first_ranks(rank)
+        for name in ("left", "right", "u", "v"):
+            getattr(mine, name)[part] = getattr(theirs, name)
+        return mine
+
+    def first_ranks(self, rank: int) -> Blocks:
+        """Return a copy with the first ranks of every block, filled up with zeros."""
+        left, u = (zero_pad(m[:, :, :rank], m.shape[1], rank).clone() for m in (self.left, self.u))
+        right, v = (zero_pad(m[:, :rank], rank, m.shape[2]).clone() for m in (self.right, self.v))
+        return Blocks(left, right, u, v)
+
+
+def leading_left(m: Tensor, rank: int, start: Tensor | None) -> Tensor:
+    """Return orthonormal columns (p, o, rank) that span about the leading left singular vectors of m (p, o, i).
+
+    start (p, o, s): columns that span about the same, from which a step of subspace iteration is made, with some random
+    directions. Without it, and for small or nearly full ranks, the vectors are exact, by `eigh`.
+    """
+    m = m * inverse_size(m)
+    n, width = m.shape[1], 0 if start is None else max(start.shape[2], rank) + OVERSAMPLING
+    if start is None or n < WARM_SIZE or 2 * width > n:
+        return leading_eigenvectors(m @ m.mT, rank)
+    generator = torch.Generator().manual_seed(0)
+    mix = torch.randn(m.shape[2], width - start.shape[2], generator=generator).to(m.device, m.dtype)
+    norms = torch.linalg.vector_norm(start, dim=1, keepdim=True)
+    start = torch.cat([start / torch.where(norms > 0, norms, 1.0), m @ mix], dim=2)
+    q = orthonormalize(m @ (m.mT @ start))
+    b = q.mT @ m
+    return q @ leading_eigenvectors(b @ b.mT, rank)
+
+
+class Descent:
+    """An MLR matrix during its fit. weight_OI: the target. counts: number of blocks of each level. ranks: current rank
+    of each level, at first 0.
+
+    gap_OI: W - B. gap_c_OI: (W - B) C. factors: level -> its blocks. Matrices are filled up with
+    zeros to whole blocks of every level, and moments with the identity.
+    """
+
+    def __init__(self, weight_OI: Tensor, metric: Metric, counts: Sequence[int]):
+        self.weight_OI, self.metric, self.counts, self.ranks = weight_OI, metric, list(counts), [0] * len(counts)
+        self._sizes = [max(p * block_size(n, p) for p in counts) for n in weight_OI.shape]
+        self._gap = zero_pad(weight_OI, *self._sizes).clone()
+        c_II = metric.c_II
+        self._gap_c = self._gap if c_II is None else zero_pad(metric.times_c(weight_OI), *self._sizes).clone()
+        self._g = None if metric.g_OO is None else fill_up(metric.g_OO, self._sizes[0])
+        width = self._sizes[1]
+        self._c = None if c_II is None else metric.compute_once(("mlr", width), lambda: fill_up(c_II, width))
+        self._roots: dict[int, tuple[BlockRoots, BlockRoots]] = {}
+        self.factors: dict[int, Blocks] = {}
 
     def copy(self: DescentT) -> DescentT:
         """Return an independent copy; factors are shared, because they are replaced, never changed."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other.gap_OI, other.gap_c_OI = self.gap_OI.clone(), self.gap_c_OI.clone()
-        other.blocks, other.ranks = dict(self.blocks), list(self.ranks)
+        other._gap = self._gap.clone()
+        other._gap_c = other._gap if self._gap_c is self._gap else self._gap_c.clone()
+        other.factors, other.ranks = dict(self.factors), list(self.ranks)
         return other
+
+    @property
+    def gap_OI(self) -> Tensor:
+        """W - B, a view."""
+        return self._gap[: self.weight_OI.shape[0], : self.weight_OI.shape[1]]
+
+    @property
+    def gap_c_OI(self) -> Tensor:
+        """(W - B) C, a view."""
+        return self._gap_c[: self.weight_OI.shape[0], : self.weight_OI.shape[1]]
+
+    def change_gap(self, change_OI: Tensor) -> None:
+        """Subtract a change of B (O, I) from the gap."""
+        self.gap_OI.sub_(change_OI)
+        if self.metric.c_II is not None:
+            self.gap_c_OI.sub_(change_OI @ self.metric.c_II)
 
     def error(self) -> float:
         """Return the squared error in the metric."""
-        weighed, g_OO = self.gap_c_OI, self.metric.g_OO
+        weighed, g_OO = self._gap_c, self._g
         if g_OO is not None:
             weighed = g_OO[:, None] * weighed if g_OO.dim() == 1 else g_OO @ weighed
-        return inner_product(weighed, self.gap_OI)
+        return inner_product(weighed, self._gap)
 
-    def spans(self, level: int, k: int) -> tuple[slice, slice]:
-        """Return the rows and the columns of block k of a level."""
-        sizes = [block_size(n, self.counts[level]) for n in self.gap_OI.shape]
-        rows, columns = (
-            slice(k * size, min((k + 1) * size, n)) for size, n in zip(sizes, self.gap_OI.shape, strict=True)
-        )
-        return rows, columns
+    def block_shape(self, level: int) -> tuple[int, int]:
+        """Return rows and columns of a block of a level."""
+        out, in_ = self.weight_OI.shape
+        return block_size(out, self.counts[level]), block_size(in_, self.counts[level])
 
-    def block_metric(self, rows: slice, columns: slice) -> tuple[Metric, Tensor | None]:
-        """Return the metric (C_kk, G_kk) of a block, and the Cholesky factor of C_kk or None. Both are kept with C."""
-        c_II, g_OO = self.metric.c_II, self.metric.g_OO
-        g_kk = None if g_OO is None else g_OO[rows] if g_OO.dim() == 1 else g_OO[rows, rows]
-        if c_II is None:
-            return Metric(None, g_kk), None
+    def block_roots(self, level: int) -> tuple[BlockRoots, BlockRoots]:
+        """Return the roots of the blocks G_kk and C_kk of a level. They are computed once for all copies of a fit, and
+        those of C once for all matrices with the same C.
+        """
+        p, (o, i) = self.counts[level], self.block_shape(level)
+        if p not in self._roots:
+            c_roots = self.metric.compute_once(("mlr roots", p, i), lambda: BlockRoots.of(self._c, p, i))
+            self._roots[p] = BlockRoots.of(self._g, p, o), c_roots
+        return self._roots[p]
 
-        def parts() -> tuple[Tensor, Tensor, dict[object, object]]:
-            c_kk = c_II[columns, columns].contiguous()
-            return c_kk, spd_factor(c_kk), {}
+    def gradient(self, level: int, part: slice = ALL) -> Tensor:
+        """Return the blocks (G (W - B) C)_kk (p, o, i) of a level."""
+        p, (o, i), g_OO = self.counts[level], self.block_shape(level), self._g
+        if g_OO is None or g_OO.dim() == 1:
+            blocks = diagonal_blocks(self._gap_c, p, o, i)[part]
+            return blocks if g_OO is None else g_OO[: p * o].view(p, o, 1)[part] * blocks
+        columns = self._gap_c[:, : p * i].unflatten(1, (p, i)).movedim(1, 0)[part]
+        gradient: Tensor = g_OO[: p * o].unflatten(0, (p, o))[part] @ columns
+        return gradient
 
-        c_kk, factor, cache = self.metric.compute_once(("mlr block", columns.start, columns.stop), parts)
-        return Metric(c_kk, g_kk, cache), factor
-
-    def target(self, level: int, k: int) -> tuple[Tensor, Metric]:
-        """Return the matrix T (o, i) that the block should be, with all other blocks fixed, and the block's metric."""
-        rows, columns = self.spans(level, k)
-        whole = self.counts[level] == 1  # then T = E
-        metric, factor = (self.metric, None) if whole else self.block_metric(rows, columns)
-        g_OO = self.metric.g_OO
-        if whole:
-            target = self.gap_OI
-        elif g_OO is None or g_OO.dim() == 1:
-            target = self.gap_c_OI[rows, columns]
+    def whitened_target(self, level: int, part: slice = ALL) -> Tensor:
+        """Return T^T X R for the matrices X that the blocks should be, with all others fixed, and the roots T T^T =
+        G_kk, R R^T = C_kk.
+        """
+        g_roots, c_roots = self.block_roots(level)
+        if self.counts[level] == 1:
+            target = c_roots.whiten(g_roots.whiten(self.gap_OI[None], part).mT, part).mT
         else:
-            gradient = g_OO[rows] @ self.gap_c_OI[:, columns]
-            target = linalg.cholesky_solve(gradient, spd_factor(g_OO[rows, rows]))
-        if factor is not None:
-            target = linalg.cholesky_solve(target.mT.contiguous(), factor).mT
-        if old := self.blocks.get((level, k)):
-            target = target + old[0] @ old[1]
-        return target.contiguous(), metric
+            target = c_roots.solve(g_roots.solve(self.gradient(level, part), part).mT, part).mT
+        if old := self.factors.get(level):
+            target = target + old.u[part] @ old.v[part]
+        return target
 
-    def place(self, level: int, k: int, factors: tuple[Tensor, Tensor] | None) -> None:
-        """Replace a block by the product of factors, or remove it, and bring the gap up to date."""
-        rows, columns = self.spans(level, k)
-        change = torch.zeros_like(self.gap_OI[rows, columns])
-        if old := self.blocks.pop((level, k), None):
-            change -= old[0] @ old[1]
-        if factors is not None:
-            change += factors[0] @ factors[1]
-            self.blocks[level, k] = factors
-        self.gap_OI[rows, columns] -= change
-        if self.metric.c_II is None:
-            self.gap_c_OI[rows, columns] -= change
+    def best_blocks(self, level: int, rank: int, target: Tensor, part: slice = ALL) -> Blocks:
+        """Return the blocks of this rank that are the best ones in the metric for whitened targets (p, o, i)."""
+        g_roots, c_roots = self.block_roots(level)
+        if rank >= min(target.shape[1:]):
+            u, v = exact_factors(target)
         else:
-            self.gap_c_OI[rows] -= change @ self.metric.c_II[columns]
+            old, tall = self.factors.get(level), target.shape[1] > target.shape[2]
+            start = None if old is None else old.v[part].mT if tall else old.u[part]
+            u = leading_left(target.mT if tall else target, rank, start)
+            u, v = (target @ u, u.mT) if tall else (u, u.mT @ target)
+        return Blocks(g_roots.unwhiten(u, part), c_roots.unwhiten(v.mT, part).mT, u, v)
+
+    def place(self, level: int, part: slice, new: Blocks) -> None:
+        """Replace the blocks of `part`, and bring the gap up to date.
+
+        The other blocks of the level stay; the smaller of both ranks is filled up with zeros.
+        """
+        old = self.factors.get(level)
+        if old is None:
+            self.factors[level] = new if part == ALL else new.among(self.counts[level], part)
+            self._subtract(level, part, new.left, new.right)
+            return
+        self.factors[level] = new if part == ALL else old.with_part(part, new)
+        left, right = torch.cat([new.left, -old.left[part]], dim=2), torch.cat([new.right, old.right[part]], dim=1)
+        self._subtract(level, part, left, right)
+
+    def remove(self, level: int) -> None:
+        """Remove all blocks of a level."""
+        if old := self.factors.pop(level, None):
+            self._subtract(level, ALL, -old.left, old.right)
+
+    def _subtract(self, level: int, part: slice, left: Tensor, right: Tensor) -> None:
+        """Subtract the blocks left right, placed along the diagonal, from the gap."""
+        p, (o, i) = self.counts[level], self.block_shape(level)
+        diagonal_blocks(self._gap, p, o, i)[part].sub_(left @ right)
+        if self._c is not None:
+            moved = right @ self._c[: p * i].unflatten(0, (p, i))[part]
+            self._gap_c[: p * o].unflatten(0, (p, o))[part].baddbmm_(left, moved, alpha=-1)
+
+    def error_change(self, level: int, target: Tensor, new: Blocks) -> float:
+        """Return by how much the squared error changes if all blocks of a level with full C and G are replaced at once;
+        target: of the level, whitened.
+        """
+        p, (o, i), old = self.counts[level], self.block_shape(level), self.factors.get(level)
+        assert self._g is not None and self._c is not None
+        left, right, change = new.left, new.right, new.u @ new.v
+        if old is not None:
+            left, right = torch.cat([left, -old.left], dim=2), torch.cat([right, old.right], dim=1)
+            target, change = target - old.u @ old.v, change - old.u @ old.v
+        # Entries (k, k') of the grids of blocks: left_k'^T G left_k and right_k C right_k'^T, each (r, r).
+        g_left = self._g[: p * o, : p * o].unflatten(1, (p, o)).movedim(1, 0) @ left
+        by_g = left.mT @ g_left.unflatten(1, (p, o))
+        right_c = right @ self._c[: p * i, : p * i].unflatten(0, (p, i))
+        by_c = right_c.unflatten(2, (p, i)).movedim(2, 1) @ right.mT
+        return float((by_g * by_c.mT).sum() - 2 * (target * change).sum())
+
+    def are_coupled(self, level: int) -> bool:
+        """Whether the best block of a level depends on its other blocks.
+
+        They share no row and no column, so it does only by the entries of both G and C off the diagonal blocks.
+        """
+        coupled = self._c is not None and self._g is not None and self._g.dim() == 2
+        return coupled and self.counts[level] > 1
+
+    def fit_level(self, level: int, rank: int) -> None:
+        """Fit every block of a level once; rank 0 removes the level.
+
+        All blocks take their best values at once. Where they are coupled and that would raise the error, they take them
+        one after the other, each step the exact minimum over its block.
+        """
+        if not rank:
+            self.remove(level)
+            return
+        target = self.whitened_target(level)
+        new = self.best_blocks(level, rank, target)
+        if not self.are_coupled(level) or self.error_change(level, target, new) <= 0 or self._gap.is_meta:
+            self.place(level, ALL, new)
+            return
+        for k in range(self.counts[level]):
+            self.fit_block(level, k, rank)
+        self.factors[level] = self.factors[level].first_ranks(rank)
+
+    def fit_block(self, level: int, k: int, rank: int) -> None:
+        """Replace block k of a level by the best one of this rank with all others fixed."""
+        part = slice(k, k + 1)
+        self.place(level, part, self.best_blocks(level, rank, self.whitened_target(level, part), part))
+
+    def tails(self, level: int) -> list[float]:
+        """Return tail[r], the part of the squared error that a level of rank r leaves if all other levels stay as they
+        are.
+        """
+        tails: list[float] = tail_energies(self.whitened_target(level)).sum(0).tolist()
+        return tails
+
+    def block_target(self) -> Tensor:
+        """Return the matrix (O, I) that all blocks of all levels together should be."""
+        return self.weight_OI
 
     def sweep(self, ranks: Sequence[int]) -> None:
         """Fit every level once, the first ones first."""
@@ -134,100 +370,76 @@ class Descent:
                 self.fit_level(level, rank)
         self.ranks = list(ranks)
 
-    def fit_level(self, level: int, rank: int) -> None:
-        """Fit every block of a level once. Each step is the exact minimum over that block.
-
-        On the meta device the first block of a level stands for all of them.
-        """
-        steps = 1 if self.gap_OI.is_meta else self.counts[level]
-        with repeated(self.counts[level] / steps):
-            for k in range(steps):
-                self.fit_block(level, k, rank)
-
-    def fit_block(self, level: int, k: int, rank: int) -> None:
-        """Replace a block by the best one of this rank with all others fixed; rank 0 removes it."""
-        factors = None
-        if rank:
-            target, metric = self.target(level, k)
-            factors = low_rank_factors(target, rank, metric)
-        self.place(level, k, factors)
-
-    def tails(self, level: int) -> list[float]:
-        """Return tail[r], the part of the squared error that a level of rank r leaves if all other levels stay as they
-        are.
-        """
-        squares: list[float] = []
-        for k in range(self.counts[level]):
-            target, metric = self.target(level, k)
-            tail = tail_energies(metric.whiten(target)).tolist()
-            squares += [0.0] * (len(tail) - len(squares))  # a last block may be smaller than the others
-            squares = [square + (tail[r] if r < len(tail) else 0.0) for r, square in enumerate(squares)]
-        return squares
-
-    def block_target(self) -> Tensor:
-        """Return the matrix (O, I) that all blocks of all levels together should be."""
-        return self.weight_OI
-
     def solve_left(self) -> None:
         """Solve for the left factors of all levels at once, rows that lie in the same blocks together.
 
         The optimum if G is diagonal or the identity: then every row has its own least squares, in which G drops out.
         """
-        metric, spans, weight_OI = self.metric, {key: self.spans(*key) for key in self.blocks}, self.block_target()
-        bounds = sorted({bound for rows, _ in spans.values() for bound in (rows.start, rows.stop)})
-        new_left = {key: left.clone() for key, (left, _) in self.blocks.items()}
+        out, weight_OI, c_II = self.weight_OI.shape[0], self.block_target(), self.metric.c_II
+        old = {level: self.level_factors(level) for level in self.factors}
+        new = {level: left_Or.clone() for level, (left_Or, _) in old.items()}
+        sizes = {level: self.block_shape(level) for level in old}
+        bounds = sorted({min(k * o, out) for level, (o, _) in sizes.items() for k in range(self.counts[level] + 1)})
         for start, stop in itertools.pairwise(bounds):
-            keys = [key for key, (rows, _) in spans.items() if rows.start <= start and stop <= rows.stop]
-            right_RI = self.gap_OI.new_zeros(sum(self.blocks[key][1].shape[0] for key in keys), self.gap_OI.shape[1])
-            places, at = [], 0
-            for key in keys:
-                right = self.blocks[key][1]
-                places.append(slice(at, at + right.shape[0]))
-                right_RI[places[-1], spans[key][1]] = right
-                at += right.shape[0]
-            weighed_RI = right_RI if metric.c_II is None else right_RI @ metric.c_II
+            parts = []
+            for level, (o, i) in sizes.items():
+                columns = slice(start // o * i, (start // o + 1) * i)
+                part_rI = torch.zeros_like(old[level][1])
+                part_rI[:, columns] = old[level][1][:, columns]
+                parts.append(part_rI)
+            right_RI = torch.cat(parts)
+            weighed_RI = right_RI if c_II is None else right_RI @ c_II
             gram = spd_factor(weighed_RI @ right_RI.mT, (1e-6, 1e-4, 1e-2))
             left_OR = linalg.cholesky_solve((weight_OI[start:stop] @ weighed_RI.mT).mT.contiguous(), gram).mT
-            for key, columns in zip(keys, places):
-                first = spans[key][0].start
-                new_left[key][start - first : stop - first] = left_OR[:, columns]
-        for key, left in new_left.items():
-            self.place(*key, (left, self.blocks[key][1]))
+            for level, left_Or in zip(sizes, left_OR.split([len(part) for part in parts], dim=1)):
+                new[level][start:stop] = left_Or
+        for level, left_Or in new.items():
+            self.read_level(level, left_Or, old[level][1])
 
     def read_level(self, level: int, left_Or: Tensor, right_rI: Tensor) -> None:
         """Take the factors of all blocks of a level, as `level_factors` returns them."""
-        self.ranks[level] = left_Or.shape[1]
-        for k in range(self.counts[level]):
-            rows, columns = self.spans(level, k)
-            self.place(level, k, (left_Or[rows].clone(), right_rI[:, columns].clone()))
+        p, (o, i), rank = self.counts[level], self.block_shape(level), left_Or.shape[1]
+        left = zero_pad(left_Or, p * o, rank).view(p, o, rank).clone()
+        right = zero_pad(right_rI, rank, p * i).view(rank, p, i).movedim(1, 0).clone()
+        g_roots, c_roots = self.block_roots(level)
+        u, v = g_roots.whiten(left, ALL), c_roots.whiten(right.mT, ALL).mT
+        self.ranks[level] = rank
+        self.place(level, ALL, Blocks(left, right, u, v))
 
     def level_factors(self, level: int) -> tuple[Tensor, Tensor]:
-        """Return the factors left (O, r) and right (r, I) of a level; blocks of a smaller rank are filled up with
-        zeros.
-        """
-        (out, in_), rank = self.gap_OI.shape, self.ranks[level]
-        left_Or, right_rI = self.gap_OI.new_zeros(out, rank), self.gap_OI.new_zeros(rank, in_)
-        for k in range(self.counts[level]):
-            if block := self.blocks.get((level, k)):
-                rows, columns = self.spans(level, k)
-                left_Or[rows, : block[0].shape[1]], right_rI[: block[1].shape[0], columns] = block
-        return left_Or, right_rI
+        """Return the factors left (O, r) and right (r, I) of a level, of about equal norms within each block."""
+        out, in_ = self.weight_OI.shape
+        if level not in self.factors:
+            return self.weight_OI.new_zeros(out, 0), self.weight_OI.new_zeros(0, in_)
+        left, right = balance_factors(self.factors[level].left, self.factors[level].right)
+        return left.flatten(0, 1)[:out], right.movedim(0, 1).flatten(1)[:, :in_]
 
 
-def expected_sweeps(starts: Sequence[Sequence[int]], exchange: bool) -> int:
+def fill_up(moment: Tensor, size: int) -> Tensor:
+    """Return a moment (N, N) or its diagonal (N,) as one of `size` rows, filled up with the identity."""
+    missing = size - moment.shape[0]
+    if not missing:
+        return moment
+    ones = moment.new_ones(missing)
+    return torch.cat([moment, ones]) if moment.dim() == 1 else torch.block_diag(moment, ones.diag())
+
+
+def expected_sweeps(starts: Sequence[Sequence[int]], exchange: bool, search: Search = THOROUGH) -> int:
     """Return the number of sweeps of a fit whose exchanges are each accepted at the first try.
 
     The gains cost one sweep.
     """
-    exchanges = 2 * EXCHANGES * (TRIAL_SWEEPS + 1) if exchange else 0
-    return START_SWEEPS * len(starts) + exchanges + LAST_SWEEPS
+    exchanges = 2 * search.exchanges * (TRIAL_SWEEPS + 1) if exchange else 0
+    return search.start_sweeps * len(starts) + exchanges + LAST_SWEEPS
 
 
 def best_descent(
     weight_OI: Tensor, metric: Metric, starts: Sequence[Sequence[int]], limits: Sequence[int], exchange: bool
 ) -> Descent:
     """Return the best fit of an MLR matrix found from the starting ranks; arguments as in `best_fit`."""
-    return best_fit(lambda: Descent(weight_OI, metric, len(limits)), starts, limits, [1] * len(limits), exchange)
+    counts = [2**level for level in range(len(limits))]
+    search = THOROUGH if sum(starts[0]) < FEW_RANKS else MLR_SEARCH
+    return best_fit(lambda: Descent(weight_OI, metric, counts), starts, limits, [1] * len(limits), exchange, search)
 
 
 @torch.no_grad()
@@ -237,6 +449,7 @@ def best_fit(
     limits: Sequence[int],
     costs: Sequence[int],
     exchange: bool,
+    search: Search = THOROUGH,
 ) -> DescentT:
     """Return the best fit found from the starting ranks.
 
@@ -248,28 +461,29 @@ def best_fit(
     """
     exchange = exchange and len(limits) > 1
     fit = begin()
-    if fit.gap_OI.is_meta:
-        with repeated(expected_sweeps(starts, exchange)):
+    if fit.weight_OI.is_meta:
+        with repeated(expected_sweeps(starts, exchange, search)):
             fit.sweep(starts[0])
         return fit
     fits = []
     for ranks in starts:
-        fits.append(begin())
-        for _ in range(START_SWEEPS if sum(rank > 0 for rank in ranks) > 1 else 1):
+        fits.append(fit.copy())
+        for _ in range(search.start_sweeps if sum(rank > 0 for rank in ranks) > 1 else 1):
             fits[-1].sweep(ranks)
     best = min(fits, key=lambda fit: fit.error())
     if exchange:
-        # From the first start, an even spread, as well: from rank on level 1 alone the exchange often ends in a local
-        # minimum.
-        fits = [best] if best is fits[0] else [fits[0], best]
+        # From the first start, rank on every level, as well, if its error is near: from rank on level 1 alone the
+        # exchange often ends in a local minimum.
+        near = best is not fits[0] and fits[0].error() <= search.near * best.error()
+        fits = [fits[0], best] if near else [best]
         budget = total_cost(starts[0], costs)
-        best = min((exchange_ranks(fit, limits, costs, budget) for fit in fits), key=lambda fit: fit.error())
+        best = min((exchange_ranks(fit, limits, costs, budget, search) for fit in fits), key=lambda fit: fit.error())
     if sum(rank > 0 for rank in best.ranks) > 1:
         before = best.error()
         for _ in range(LAST_SWEEPS):
             best.sweep(best.ranks)
             before, last = best.error(), before
-            if before > last * (1 - LAST_GAIN):
+            if before > last * (1 - search.last_gain):
                 break
     return best
 
@@ -280,7 +494,11 @@ def total_cost(ranks: Sequence[int], costs: Sequence[int]) -> int:
 
 
 def exchange_ranks(
-    fit: DescentT, limits: Sequence[int], costs: Sequence[int] | None = None, budget: int | None = None
+    fit: DescentT,
+    limits: Sequence[int],
+    costs: Sequence[int] | None = None,
+    budget: int | None = None,
+    search: Search = THOROUGH,
 ) -> DescentT:
     """Return the fit after exchanges of rank between two levels, each accepted only if the refitted error falls.
 
@@ -293,10 +511,13 @@ def exchange_ranks(
     budget = total if budget is None else budget
     amount, accepted = 1 << max(0, (total // 16).bit_length() - 1), 0
     failed: set[tuple[int, ...]] = set()
-    while amount and accepted < EXCHANGES:
-        better = _first_better(fit, _exchanges(fit, limits, costs, budget, amount), failed)
+    tails = [fit.tails(level) for level in range(len(limits))]
+    while amount and accepted < search.exchanges:
+        exchanges = _exchanges(fit.ranks, tails, limits, costs, budget, amount)[: search.tries]
+        better = _first_better(fit, exchanges, search.min_gain, failed)
         if better is not None:
             fit, accepted, failed = better, accepted + 1, set()
+            tails = [fit.tails(level) for level in range(len(limits))]
         elif amount < min(costs):  # only single ranks were moved
             break
         else:
@@ -305,15 +526,20 @@ def exchange_ranks(
 
 
 def _exchanges(
-    fit: Descent, limits: Sequence[int], costs: Sequence[int], budget: int, amount: int
+    ranks: Sequence[int],
+    tails: Sequence[Sequence[float]],
+    limits: Sequence[int],
+    costs: Sequence[int],
+    budget: int,
+    amount: int,
 ) -> list[tuple[int, ...]]:
     """Return the ranks after each exchange of about `amount` between two levels that is possible, the most promising
     first.
 
-    One level gets ranks of that cost, at least one, and another gives as many as the budget then lacks. Gain and loss
-    are estimates, because other levels stay as they are.
+    ranks, tails: of each level. One level gets ranks of that cost, at least one, and another gives as many as the
+    budget then lacks. Gain and loss are estimates, because other levels stay as they are.
     """
-    total, ranks, tails = total_cost(fit.ranks, costs), fit.ranks, [fit.tails(level) for level in range(len(limits))]
+    total = total_cost(ranks, costs)
 
     def tail(level: int, rank: int) -> float:
         return tails[level][min(rank, len(tails[level]) - 1)]
@@ -332,19 +558,21 @@ def _exchanges(
     return list(dict.fromkeys(after for *_, after in sorted(gains, reverse=True)))
 
 
-def _first_better(fit: DescentT, exchanges: list[tuple[int, ...]], failed: set[tuple[int, ...]]) -> DescentT | None:
+def _first_better(
+    fit: DescentT, exchanges: list[tuple[int, ...]], min_gain: float, failed: set[tuple[int, ...]]
+) -> DescentT | None:
     """Return a refitted copy with the first ranks that lower the error, or None.
 
     Ranks that do not are added to `failed`.
     """
     before = fit.error()
-    for ranks in exchanges[:TRIES]:
+    for ranks in exchanges:
         if ranks in failed:
             continue
         trial = fit.copy()
         for _ in range(TRIAL_SWEEPS):
             trial.sweep(ranks)
-        if trial.error() < before * (1 - MIN_GAIN):
+        if trial.error() < before * (1 - min_gain):
             return trial
         failed.add(ranks)
     return None

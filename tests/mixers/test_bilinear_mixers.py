@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.pieces import relative_error, run_in_pieces
+from torch.utils.flop_counter import FlopCounterMode
 
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, AttentionShape, MixerInputs, mixer_config
@@ -260,20 +261,69 @@ def test_both_orders_of_contraction_agree(config):
     )
 
 
+def counted_macs(contraction):
+    """Return the multiply-accumulates of the matrix products of a contraction."""
+    with FlopCounterMode(display=False) as counter:
+        result = contraction()
+    return result, counter.get_total_flops() // 2
+
+
 def test_costs_are_those_of_tables_2_and_3():
-    """One head, T tokens, values left out: 2 T D r + T^2 sum 2^(l-1) r_l for eq. 32, T^2 D + 2 s T D^(3/2) for eq.
-    35.
+    """One head, T tokens, values left out: every row of Table 2, and both orders of Table 3. Products are counted from
+    the contractions themselves; Table 2 counts an addition to the sum of dense blocks as half a multiplication.
     """
-    tokens, dims, ranks, s = 50, 64, (4, 2, 3), 2
+    tokens, dims, ranks, s = 48, 64, (4, 2, 3), 2
     shape = AttentionShape(dim=dims, heads=1, groups=1, key=8, value=6, scaling=1.0)
+    x, total, levels = torch.randn(tokens, dims, dtype=torch.float64), sum(ranks), range(len(ranks))
+    factors = [[torch.randn(2**i, dims // 2**i, r, dtype=torch.float64) for _ in range(2)] for i, r in enumerate(ranks)]
+
+    def apart(m, level):  # (T, D) -> (p, T, D / p)
+        return m.unflatten(1, (2**level, -1)).movedim(1, 0)
+
+    def read(level, side):  # X (+)_k W_k, (p, T, r)
+        return apart(x, level) @ factors[level][side]
+
+    def key_product(level):  # (+)_k W_Q W_K^T X^T, (D, T)
+        return (factors[level][0] @ read(level, 1).mT).flatten(0, 1)
+
+    def dense_blocks(level):
+        return factors[level][0] @ factors[level][1].mT
+
+    def through_dense():
+        return x @ sum(torch.block_diag(*dense_blocks(level)) for level in levels) @ x.mT
+
+    def level_by_level():
+        return sum((apart(x, n) @ dense_blocks(n)).movedim(0, 1).flatten(1) @ x.mT for n in levels)
+
+    def split():
+        return sum((read(n, 0) @ read(n, 1).mT).sum(0) for n in levels)
+
+    t2, tdr = tokens**2, 2 * tokens * dims * total
+    blocks = sum(dims**2 * r // 2**i for i, r in enumerate(ranks))
+    additions = dims**2 * sum(0.5 ** (i + 1) for i in levels) - dims**2 / 2
+    table = {
+        "eq. 28, summed first": (through_dense, t2 * dims + tokens * dims**2 + blocks),
+        "eq. 28": (level_by_level, t2 * len(ranks) * dims + blocks + sum(tokens * dims**2 // 2**i for i in levels)),
+        "eq. 29": (split, tdr + t2 * sum(2**i * r for i, r in enumerate(ranks))),
+        "eq. 30": (lambda: sum(x @ key_product(n) for n in levels), len(ranks) * t2 * dims + tdr),
+        "eq. 31": (lambda: x @ sum(key_product(n) for n in levels), t2 * dims + tdr),
+    }
+    expected = split()
+    for name, (contraction, printed) in table.items():
+        result, count = counted_macs(contraction)
+        assert torch.allclose(result, expected) and count == printed, name
+    assert additions == sum(dims**2 / 2**i for i in levels[1:]) / 2  # elements that each further level adds, halved
+    left, right = torch.randn(2, dims, total, dtype=torch.float64)
+    assert counted_macs(lambda: (x @ left) @ (x @ right).mT)[1] == t2 * total + tdr  # low rank
 
     def macs(config):
         return tokens * (MIXERS[config].cost(config, shape, tokens).macs - tokens * shape.value)
 
-    mlr = BilinearMLR(ranks, base="own", contraction="split")
-    assert macs(mlr) == 2 * tokens * dims * sum(ranks) + tokens**2 * sum(2**i * r for i, r in enumerate(ranks))
-    btt = BilinearBTT((8, 8), s, base="own", contraction="query")
-    assert macs(btt) == tokens**2 * dims + 2 * s * tokens * round(dims**1.5)
+    assert macs(BilinearMLR(ranks, base="own", contraction="split")) == table["eq. 29"][1]
+    assert macs(BilinearMLR(ranks, base="own", contraction="query")) == table["eq. 31"][1]
+    products = 2 * s * tokens * round(dims**1.5)
+    assert macs(BilinearBTT((8, 8), s, base="own", contraction="split")) == s * t2 * dims + products  # eq. 33
+    assert macs(BilinearBTT((8, 8), s, base="own", contraction="query")) == t2 * dims + products  # eqs. 34, 35
 
 
 @pytest.mark.parametrize("config", [c for c in CONFIGS.values() if c.base == "kept"], ids=str)

@@ -93,6 +93,28 @@ def test_names_of_cores():
         scaling.make_linear("btt_c3", 64, 64)
 
 
+def test_ranks_are_those_of_the_paper():
+    """Appendix E.2: sqrt(min(in, out)) for low rank in MLPs and 0.1 min(in, out) in ViTs, and TT of two cores with 16
+    and 8.
+    """
+    assert scaling.make_linear("low_rank", 256, 64).config.rank == 8
+    assert scaling.make_linear("low_rank_tenth", 256, 64).config.rank == 6
+    methods = {m for module in (scaling, vision) for s in module.SETTINGS for m in s.methods}
+    assert {"tt_c2_r16", "tt_c2_r8", "low_rank", "low_rank_tenth", "kronecker", "btt_4", "btt_naive"} <= methods
+
+
+def test_naive_rates_of_a_vit_are_those_of_dense_layers():
+    setting = replace(vision.SMOKE, methods=("btt_naive",))
+    model = vision.make_vit(setting, Cell("btt_naive", 64), 0)
+    naive, aware = (scaling.rate_factors(model, naive)["attention.0.query.right"] for naive in (True, False))
+    assert naive == 1.0 < aware
+    setting = replace(setting, steps=12)
+    losses = {
+        m: vision.train(setting, Cell(m, 16), [(1e-2, 0)], torch.device("cpu"))[0]["loss"] for m in ("btt_naive", "btt")
+    }
+    assert losses["btt_naive"] != losses["btt"]
+
+
 def test_words_are_pairs_of_characters():
     ids = torch.tensor([[1, 2, 96, 96]])
     assert structured_head.words(ids, 97).tolist() == [[99, 97**2 - 1]]

@@ -7,10 +7,11 @@ python -m recipes.papers.experiments.scaling show [rows.jsonl ..] [--plot scalin
 Three residual blocks h + W_2 gelu(W_1 LN(h)) with W_1 (4 d, d), after an input layer (dense for low rank, else of the
 structure) and before a dense classifier. The task is not the paper's CIFAR but the class that a fixed random network
 gives an input with variance 1 / k in dimension k (`teacher` of surgery/training/data/generated.py). Rows never repeat,
-so the error of held-out rows is that of training. Every core has the rate of its fan-in; `btt_naive` has the rate of
-the dense layer in its place; the input layer's rate is 0.1 times that of the others. The error is fitted by E ~
-C^-alpha over widths and seeds, C: MACs of all layers for one row. The comparison at equal compute interpolates between
-measured widths and never extrapolates, because the law bends at small widths.
+so the error of held-out rows is that of training. `tt_c2_r16` is a tensor train of two cores and rank 16, as in the
+paper's MLPs. Every core has the rate of its fan-in; `btt_naive` has the rate of the dense layer in its place; the input
+layer's rate is 0.1 times that of the others. The error is fitted by E ~ C^-alpha over widths and seeds, C: MACs of all
+layers for one row. The comparison at equal compute interpolates between measured widths and never extrapolates, because
+the law bends at small widths.
 """
 
 from __future__ import annotations
@@ -57,15 +58,15 @@ SETTINGS = (
         {"dims": 64, "classes": 16, "teacher": 64, "held_out": 4096, "widths": {"btt": (32, 64, 128, 256)}},
     ),
     Setting(
-        "gpu", "gpu", DENSE_GPU, ("dense", "btt", "btt_naive", "btt_4", "monarch", "low_rank", "kronecker"), (1e-3, 3e-3, 9e-3, 2.7e-2, 8.1e-2), 2,
-        4000, 1024, 1, BLOCKS,
+        "gpu", "gpu", DENSE_GPU, ("dense", "btt", "btt_naive", "btt_4", "monarch", "low_rank", "kronecker", "tt_c2_r16"),
+        (1e-3, 3e-3, 9e-3, 2.7e-2, 8.1e-2), 2, 4000, 1024, 1, BLOCKS,
         {"dims": 3072, "classes": 64, "teacher": 256, "held_out": 65536,
-         "widths": {**dict.fromkeys(("btt", "btt_naive", "low_rank", "btt_4"), WIDE_GPU),
-                    "monarch": (112, 224, 448, 912, 1824), "kronecker": WIDE_GPU}},
+         "widths": {**dict.fromkeys(("btt", "btt_naive", "low_rank", "btt_4", "kronecker", "tt_c2_r16"), WIDE_GPU),
+                    "monarch": (112, 224, 448, 912, 1824)}},
     ),
 )  # fmt: skip
 SMOKE = Setting(
-    "smoke", "cpu", (16,), ("dense", "btt", "btt_naive", "btt_4", "monarch", "low_rank", "kronecker"), (1e-2,), 1, 2, 8, 1, 1,
+    "smoke", "cpu", (16,), ("dense", "btt", "btt_naive", "btt_4", "monarch", "low_rank", "kronecker", "tt_c2_r16"), (1e-2,), 1, 2, 8, 1, 1,
     {"dims": 8, "classes": 4, "teacher": 8, "held_out": 16},
 )  # fmt: skip
 
@@ -96,6 +97,7 @@ def make_linear(method: str, in_: int, out: int) -> nn.Module:
         "monarch": {"structure": "btt", "blocks": [4, 4], "rank": max(1, min(in_, out) // 16)},
         "monarch_16": {"structure": "btt", "blocks": [16, 16], "rank": max(1, min(in_, out) // 256)},
         "low_rank": {"structure": "low_rank", "rank": root},
+        "low_rank_tenth": {"structure": "low_rank", "rank": max(1, round(0.1 * min(in_, out)))},
         "kronecker": {"structure": "kronecker", "rank": 1},
     }
     keys["btt_naive"] = keys["btt"]

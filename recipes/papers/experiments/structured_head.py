@@ -9,8 +9,9 @@ share of the compute as in the paper; the setting `cpu` takes the number of a ch
 1,024 words. `dense` and `btt` see the same rows for each seed, and are scored on the same held-out rows, in nats per
 token. Compute is counted with the head and without it, embeddings cost nothing; losses are compared at equal MACs, on
 the line between the measured widths of the dense model in loss against log MACs, for each seed. The paper gives its BTT
-models fewer heads of attention, which have 64 dimensions; here all heads have the same dimensions, so wider models have
-more of them.
+models 6 or 12 heads of 64 dimensions at widths of 1,024 to 2,560, so that queries have fewer dimensions than the
+width, which GPT-2 of transformers does not allow. Here heads have 64 dimensions at every width (16 in the setting
+`cpu`), so wider models have more of them.
 """
 
 from __future__ import annotations

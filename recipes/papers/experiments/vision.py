@@ -6,10 +6,11 @@ python -m recipes.papers.experiments.vision show [rows.jsonl ..] [--plot vision.
 
 A ViT of three blocks: patches through a dense input layer, learned positions, attention over all patches with layer
 norms of queries and keys and scores divided by the size of a head, mean of the patches, dense classifier. Queries, the
-outputs of attention and MLP, and the classifier are zero at first. All linears of the blocks have the structure. The
-images are not the paper's CIFAR: an image is a row of the `teacher` task of `scaling`, whose values are dealt out to
-the patches in turn, so that every patch has large and small ones. Rates and verdict are those of `scaling`. MACs are
-those of one image with all pairs of patches, input layer and classifier.
+outputs of attention and MLP, and the classifier are zero at first. All linears of the blocks have the structure;
+`low_rank_tenth` and `tt_c2_r8` have the ranks that the paper gives ViTs, 0.1 min(in, out) and 8. The images are not the
+paper's CIFAR: an image is a row of the `teacher` task of `scaling`, whose values are dealt out to the patches in turn,
+so that every patch has large and small ones. Rates and verdict are those of `scaling`. MACs are those of one image with
+all pairs of patches, input layer and classifier.
 """
 
 from __future__ import annotations
@@ -39,9 +40,14 @@ SETTINGS = (
         "gpu", "gpu", (64, 128, 256, 512), ("dense", "btt", "monarch", "monarch_16"), (3e-4, 1e-3, 3e-3, 9e-3), 2, 4000, 256, 16, BLOCKS,
         {**LARGE, "widths": {"btt": (128, 256, 512, 1024, 2048), "monarch": (128, 256, 512, 1024), "monarch_16": (256, 512, 1024, 2048)}},
     ),
+    Setting(
+        "gpu_others", "gpu", (64, 128, 256, 512), ("dense", "btt", "btt_naive", "btt_4", "low_rank_tenth", "kronecker", "tt_c2_r8"),
+        (3e-4, 1e-3, 3e-3, 9e-3), 2, 4000, 256, 16, BLOCKS,
+        {**LARGE, "widths": dict.fromkeys(("btt", "btt_naive", "btt_4", "low_rank_tenth", "kronecker", "tt_c2_r8"), (128, 256, 512, 1024))},
+    ),
 )  # fmt: skip
 SMOKE = Setting(
-    "smoke", "cpu", (16,), ("dense", "btt", "monarch", "monarch_16"), (1e-2,), 1, 2, 4, 4, 1,
+    "smoke", "cpu", (16,), ("dense", "btt", "btt_naive", "btt_4", "monarch", "monarch_16", "low_rank_tenth", "kronecker", "tt_c2_r8"), (1e-2,), 1, 2, 4, 4, 1,
     {"dims": 16, "classes": 4, "teacher": 8, "held_out": 8, "head": 16},
 )  # fmt: skip
 
@@ -135,7 +141,7 @@ def make_vit(setting: Setting, cell: Cell, seed: int, attention: str | None = No
 
 def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: torch.device) -> list[Row]:
     """Train runs (rate, seed) of one cell at once and return their rows."""
-    return train_classifiers(setting, cell, runs, device, make_vit)
+    return train_classifiers(setting, cell, runs, device, make_vit, naive=cell.method == "btt_naive")
 
 
 EXPERIMENT = Experiment(
