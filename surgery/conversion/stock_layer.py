@@ -21,7 +21,7 @@ N samples of T tokens, D hidden states, H query heads in G key/value groups, K d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +29,14 @@ import torch
 from torch import Tensor, nn
 
 from surgery.checkpoint.stock_tensors import AttentionSizes
-from surgery.conversion.mixer_init.linear import decay_rates, step_sizes
+from surgery.conversion.mixer_init.linear import PROFILE_SAMPLES, decay_rates, step_sizes
 from surgery.mixers.masks.chunking import inverse_softplus
 
 GAINS = (0.25, 1.0, 4.0)  # candidate root mean squares of what SiLU reads, for q and k
 VALUE_GAIN = 0.25  # of the values; SiLU(x) = x / 2 + x^2 / 4 - ..
 GATE = 4.0  # z at the start: SiLU(4) = 3.93, almost linear
 CONSTANT_RIDGE, OUTPUT_RIDGE = 1e-4, 1e-3  # relative to the mean of the diagonal
+BATCH_TOKENS, STEP_TOKENS = 4096, 1024  # in a pass without gradients, and in a step of training
 RATES = {"matrices": 1e-3, "vectors": 1e-2}  # of Adam; decay to zero along half a cosine
 
 
@@ -50,9 +51,12 @@ class LayerSamples:
     valid_NT: Tensor
     held: int
 
-    def rows(self, held: bool) -> range:
-        """Return the rows that are fitted to, or the held-out ones."""
-        return range(self.held, len(self.x_NTD)) if held else range(self.held)
+    def batches(self, held: bool, most: int | None = None) -> Iterator[slice]:
+        """Yield the rows that are fitted to, at most `most` of them, or the held-out ones, BATCH_TOKENS at a time."""
+        start, stop = (self.held, len(self.x_NTD)) if held else (0, min(most or self.held, self.held))
+        size = max(1, BATCH_TOKENS // self.x_NTD.shape[1])
+        for first in range(start, stop, size):
+            yield slice(first, min(first + size, stop))
 
 
 def initialize_layer(
@@ -117,8 +121,8 @@ def constant_direction(samples: LayerSamples) -> Tensor:
     """Return u (D,) with u . x as close to 1 as a linear function of the hidden states can be (ridge regression)."""
     size = samples.x_NTD.shape[-1]
     moment_DD, mean_D, count = samples.x_NTD.new_zeros(size, size), samples.x_NTD.new_zeros(size), 0
-    for row in samples.rows(held=False):
-        x_ND = samples.x_NTD[row][samples.valid_NT[row]]
+    for rows in samples.batches(held=False):
+        x_ND = samples.x_NTD[rows][samples.valid_NT[rows]]
         moment_DD += x_ND.mT @ x_ND
         mean_D += x_ND.sum(0)
         count += len(x_ND)
@@ -175,33 +179,38 @@ def set_gates(module: Any, constant_D: Tensor, distance_H: Tensor, entropy_H: Te
 
 
 # -- output ----------------------------------------------------------------------------------------
+def output_error(module: Any, samples: LayerSamples, rows: slice) -> tuple[Tensor, Tensor]:
+    """Return o - o* and o* of the real tokens of some rows, (tokens, D) each."""
+    valid_NT, target_NTD = samples.valid_NT[rows], samples.target_NTD[rows]
+    return (module(samples.x_NTD[rows]) - target_NTD)[valid_NT], target_NTD[valid_NT]
+
+
 @torch.no_grad()
 def held_out_error(module: Any, samples: LayerSamples) -> float:
     """Return |o - o*| / |o*| over the real tokens of the held-out rows."""
     difference = norm = 0.0
-    for row in samples.rows(held=True):
-        valid_T, target_TD = samples.valid_NT[row], samples.target_NTD[row]
-        error_TD = module(samples.x_NTD[row][None])[0] - target_TD
-        difference += float(error_TD[valid_T].square().sum(dtype=torch.float64))
-        norm += float(target_TD[valid_T].square().sum(dtype=torch.float64))
+    for rows in samples.batches(held=True):
+        error_ND, target_ND = output_error(module, samples, rows)
+        difference += float(error_ND.square().sum(dtype=torch.float64))
+        norm += float(target_ND.square().sum(dtype=torch.float64))
     error = math.sqrt(difference / max(norm, 1e-30))
     return error if math.isfinite(error) else 1e30
 
 
 @torch.no_grad()
-def output_moments(module: Any, samples: LayerSamples) -> tuple[Tensor, Tensor]:
-    """Return E[f f^T] (F, F) and E[y* f^T] (D, F) of what the output projection reads, in float64."""
+def output_moments(module: Any, samples: LayerSamples, most: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return E[f f^T] (F, F) and E[y* f^T] (D, F) of what the output projection reads, in float64. most: rows at most."""
     seen: list[Tensor] = []
     hook = module.out_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     features, width = module.value_dim, samples.x_NTD.shape[-1]
     moment_FF = samples.x_NTD.new_zeros(features, features, dtype=torch.float64)
     cross_DF = samples.x_NTD.new_zeros(width, features, dtype=torch.float64)
     try:
-        for row in samples.rows(held=False):
-            module(samples.x_NTD[row][None])
-            f_TF = seen.pop()[0][samples.valid_NT[row]]
-            moment_FF += f_TF.mT @ f_TF
-            cross_DF += samples.target_NTD[row][samples.valid_NT[row]].mT @ f_TF
+        for rows in samples.batches(held=False, most=most):
+            module(samples.x_NTD[rows])
+            f_NF = seen.pop()[samples.valid_NT[rows]]
+            moment_FF += f_NF.mT @ f_NF
+            cross_DF += samples.target_NTD[rows][samples.valid_NT[rows]].mT @ f_NF
     finally:
         hook.remove()
     return moment_FF, cross_DF
@@ -210,7 +219,7 @@ def output_moments(module: Any, samples: LayerSamples) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def scale_output(module: Any, samples: LayerSamples) -> None:
     """Multiply the output projection by the one factor that fits best."""
-    moment_FF, cross_DF = output_moments(module, samples)
+    moment_FF, cross_DF = output_moments(module, samples, PROFILE_SAMPLES)
     weight_DF = module.out_proj.weight.double()
     factor = (weight_DF * cross_DF).sum() / ((weight_DF @ moment_FF) * weight_DF).sum().clamp_min(1e-30)
     module.out_proj.weight.mul_(factor.to(module.out_proj.weight))
@@ -228,7 +237,7 @@ def solve_output(module: Any, samples: LayerSamples) -> None:
 
 # -- local -----------------------------------------------------------------------------------------
 def train_layer(module: Any, samples: LayerSamples, steps: int) -> None:
-    """Train all parameters of the layer, one row for each step."""
+    """Train all parameters of the layer, on STEP_TOKENS tokens for each step."""
     named = dict(module.named_parameters())
     is_matrix = {name: p.dim() == 2 for name, p in named.items()}
     groups = [
@@ -237,14 +246,14 @@ def train_layer(module: Any, samples: LayerSamples, steps: int) -> None:
     ]
     adam = torch.optim.Adam(groups, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
+    rows = min(max(1, STEP_TOKENS // samples.x_NTD.shape[1]), samples.held)
     with torch.enable_grad():
         for parameter in named.values():
             parameter.requires_grad_(True)
         for step in range(steps):
-            row = step % samples.held
-            valid_T, target_TD = samples.valid_NT[row], samples.target_NTD[row]
-            error_TD = module(samples.x_NTD[row][None])[0] - target_TD
-            loss = error_TD[valid_T].square().mean() / target_TD[valid_T].square().mean().clamp_min(1e-30)
+            first = step * rows % (samples.held - rows + 1)
+            error_ND, target_ND = output_error(module, samples, slice(first, first + rows))
+            loss = error_ND.square().mean() / target_ND.square().mean().clamp_min(1e-30)
             adam.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(list(named.values()), 1.0)
