@@ -176,8 +176,9 @@ class NativeRecipe(_StrictModel):
 class StockRecipe(_StrictModel):
     """Gated DeltaNet as the layers of a stock Qwen3.5 text model have it.
 
-    interval: every so manieth layer keeps softmax attention, counted from 1. layers: range of layer numbers; all others
-    keep it too. steps: of Adam, by which each layer is trained towards the output of its attention.
+    interval: layers whose number, counted from 1, is a multiple of it keep softmax attention. layers: range of layer
+    numbers; layers outside of it keep softmax too. steps: of Adam, which train each new layer towards the output of the
+    attention that it replaces.
     """
 
     interval: Annotated[int, Field(ge=2, strict=True)] = 4
