@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -299,3 +302,30 @@ def test_conversions_that_do_not_fit_are_refused(sources, texts, tmp_path):
     with pytest.raises(SurgeryError, match="for checkpoints"):
         surgery.apply(AutoModelForCausalLM.from_pretrained(folder), "stock-gated-deltanet")
     assert not list(tmp_path.iterdir())
+
+
+# -- training --------------------------------------------------------------------------------------
+def test_the_recipe_of_the_page_lowers_the_loss_and_leaves_small_weights(tmp_path):
+    """A source without QK norm: the tensors that make the stock one linear are frozen."""
+    tiny = Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
+    surgery.convert(
+        tiny, "stock-gated-deltanet", tmp_path / "OUT", calibration=tiny / "calibration.txt", tokens=512, length=64,
+        stock={"steps": 2}, quiet=True,
+    )  # fmt: skip
+    page = (Path(__file__).resolve().parents[2] / "docs" / "stock.md").read_text(encoding="utf-8")
+    (tmp_path / "heal.yaml").write_text(re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S)[-1])
+    record = surgery.finetune(
+        tmp_path / "OUT", str(tmp_path / "heal.yaml"), teacher=tiny, data=tiny / "calibration.txt", out=tmp_path / "HEALED",
+        overrides={
+            "common.length": 64, "common.batch": 8, "common.rows": 8, "stages.0.tokens": 8192, "precision": "float32",
+            "data.validation": str(tiny / "heldout.txt"), "data.validation_examples": 8,
+        },
+    )  # fmt: skip
+    before, after = (record["validation"][name]["perplexity"] for name in ("before", "after"))
+    assert after < 0.8 * before
+    converted, healed = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("OUT", "HEALED"))
+    assert type(healed) is Qwen3_5ForCausalLM
+    kept = next(index for index, kind in enumerate(healed.config.layer_types) if kind == "full_attention")
+    for name in ("q_proj", "k_proj", "q_norm", "k_norm"):
+        weights = [model.get_parameter(f"model.layers.{kept}.self_attn.{name}.weight") for model in (converted, healed)]
+        assert torch.equal(*weights)
