@@ -41,7 +41,9 @@ def split_norm(weight_D: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return w' and s, (D,) each, with w = s (1 + w') and w' exact in `dtype`."""
     w_D = weight_D.double()
     is_exact_D = 1 + (w_D - 1).to(dtype).double() == w_D
-    power_D = torch.where(w_D == 0, 1.0, 2.0 ** w_D.abs().clamp_min(1e-300).log2().floor()) * w_D.sign().where(w_D != 0, 1)
+    power_D = torch.where(w_D == 0, 1.0, 2.0 ** w_D.abs().clamp_min(1e-300).log2().floor()) * w_D.sign().where(
+        w_D != 0, 1
+    )
     scale_D = torch.where(is_exact_D, 1.0, power_D)
     return (w_D / scale_D - 1).to(weight_D), scale_D.to(weight_D)
 
@@ -116,9 +118,7 @@ def _neutral_norms(
         if name in biases:
             biases[name] = biases[name] * power
     inverse_rms = float(torch.rsqrt(torch.tensor(sizes.eps, dtype=torch.float32)))
-    factors = _pair_with_product(
-        sizes.scaling * math.sqrt(sizes.key) / (power * inverse_rms) ** 2, sizes.dtype
-    )
+    factors = _pair_with_product(sizes.scaling * math.sqrt(sizes.key) / (power * inverse_rms) ** 2, sizes.dtype)
     return {name: linears["q"].new_full((sizes.key,), value) for name, value in zip("qk", factors)}
 
 

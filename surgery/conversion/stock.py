@@ -35,9 +35,10 @@ from surgery.checkpoint.safetensors_io import TensorSource
 from surgery.checkpoint.source import CheckpointSource
 from surgery.checkpoint.stock_tensors import mapped_mlp
 from surgery.conversion.mixer_init.linear import PROFILE_SAMPLES, map_statistics
+from surgery.conversion.preflight import GIVE_CALIBRATION
 from surgery.conversion.report import totals
 from surgery.conversion.score import HeldOutScore
-from surgery.conversion.sources import GIVE_CALIBRATION, FolderSource
+from surgery.conversion.sources import FolderSource
 from surgery.conversion.stock_layer import LayerSamples, initialize_layer
 from surgery.core.device import choose_device, device_name, fast_float32_matmul, peak_rss
 from surgery.core.distributed import DistContext
@@ -71,7 +72,9 @@ def convert_to_stock(
         raise SurgeryError(f"stock conversions run in one process (got {dist.count}). Start one")
     check_output_path(out, True)
     if recipe.calibration is None:
-        raise SurgeryError(f"stock: Gated DeltaNet is fitted to the attention of a calibration text. {GIVE_CALIBRATION}")
+        raise SurgeryError(
+            f"stock: Gated DeltaNet is fitted to the attention of a calibration text. {GIVE_CALIBRATION}"
+        )
     opened = source.open(progress).source
     plan = plan_stock(opened, recipe, source.trust_remote_code)
     for line in plan.lines():
@@ -112,10 +115,15 @@ class _StockConversion:
         self.seconds: dict[str, float] = {}
         self.change = 0.0
         torch.manual_seed(recipe.seed)
-        self.original: Any = load_model(source, torch.float32, loader.trust_remote_code).to(device).requires_grad_(False)
+        self.original: Any = (
+            load_model(source, torch.float32, loader.trust_remote_code).to(device).requires_grad_(False)
+        )
         self.original.set_attn_implementation("eager")  # which returns the attention map
         self.tensors: dict[str, Tensor] = self.original.state_dict()
-        self.stock: Any = Qwen3_5ForCausalLM(plan.config).float().to(device).eval().requires_grad_(False)
+        config: Any = plan.config
+        stock: Any = Qwen3_5ForCausalLM(config)
+        self.stock = stock
+        self.stock.float().to(device).eval().requires_grad_(False)
         self.stock.set_attn_implementation("eager")
 
     @torch.no_grad()
@@ -158,7 +166,8 @@ class _StockConversion:
         if hasattr(layer, "linear_attn"):
             arguments["attention_mask"] = None
         out = layer(x_TD[None], **arguments)
-        return (out[0] if isinstance(out, tuple) else out)[0]
+        out_TD: Tensor = (out[0] if isinstance(out, tuple) else out)[0]
+        return out_TD
 
     def _measure(self, layer: Any, stock_layer: Any, x_TD: Tensor) -> None:
         """Update the largest change of a kept layer's output / its largest entry."""
@@ -171,7 +180,9 @@ class _StockConversion:
         tensors = layer_tensors(self.tensors, index)
         scale_D, mapped = mapped_mlp(tensors, self.plan.dtype)
         load_tensors(stock_layer, mapped)
-        targets, distances, entropies = [], [], []
+        targets: list[Tensor] = []
+        distances: list[Tensor] = []
+        entropies: list[Tensor] = []
         for row, x_TD in enumerate(before):
             arguments = self._arguments(self.original, x_TD)
             out, map_BHTT = layer.self_attn(hidden_states=layer.input_layernorm(x_TD[None]), **arguments)[:2]

@@ -127,7 +127,8 @@ def constant_direction(samples: LayerSamples) -> Tensor:
         mean_D += x_ND.sum(0)
         count += len(x_ND)
     moment_DD = moment_DD.double() / count
-    return torch.linalg.solve(moment_DD + _ridge(moment_DD, CONSTANT_RIDGE), mean_D.double() / count).to(mean_D)
+    direction_D: Tensor = torch.linalg.solve(moment_DD + _ridge(moment_DD, CONSTANT_RIDGE), mean_D.double() / count)
+    return direction_D.to(mean_D)
 
 
 def _ridge(moment_FF: Tensor, share: float) -> Tensor:

@@ -128,21 +128,19 @@ def plan_stock(source: CheckpointSource, recipe: ConversionRecipe, trust_remote_
         raise _refusal(source.name, f'layers "{settings.layers}" and interval {settings.interval} convert no layer')
     if len(converted) == count:
         raise _refusal(
-            source.name, "the class needs a layer with softmax attention. Set stock.interval to at most "
-            f"{count}, the number of layers"
+            source.name,
+            "the class needs a layer with softmax attention. Set stock.interval to at most "
+            f"{count}, the number of layers",
         )
-    seen = observe_attention(model)
-    attention = [seen.get(f"model.layers.{index}.self_attn") for index in range(count)]
-    refusal = next((one.refusal if one else "a layer without attention" for one in attention if not (one and one.shape)), "")
-    if refusal:
-        raise _refusal(source.name, refusal)
-    kept = [attention[index].shape for index in range(count) if index not in converted]  # type: ignore[union-attr]
+    kept = _kept_shapes(model, converted, source.name)
     _check_kept(kept, config, shapes, source.name)
     has_bias = any(name.endswith("_proj.bias") for name in shapes)
     stock = stock_config(config, kept[0], settings, converted, has_bias)
     neutral = "model.layers.0.self_attn.q_norm.weight" not in shapes
     if neutral and source.dtype == torch.float16:
-        raise _refusal(source.name, "float16 cannot hold the small q_proj that makes the QK norm linear. Give --dtype bfloat16")
+        raise _refusal(
+            source.name, "float16 cannot hold the small q_proj that makes the QK norm linear. Give --dtype bfloat16"
+        )
     plan = StockPlan(source.name, config.model_type, converted, stock, kept[0], neutral, source.dtype)
     _compare_small(model, plan)
     return plan
@@ -154,13 +152,14 @@ def stock_config(
     """Return the config of the stock model. config: of the source; shape: of its attention."""
     from transformers import Qwen3_5TextConfig
 
+    options: dict[str, Any] = {"qkv_bias": True} if has_bias else {}  # what vLLM reads in place of attention_bias
     copied = (
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
         *("initializer_range", "rms_norm_eps", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id"),
     )
     return Qwen3_5TextConfig(
         **{name: getattr(config, name) for name in copied},
-        **({"qkv_bias": True} if has_bias else {}),  # what vLLM reads in place of attention_bias
+        **options,
         architectures=[STOCK_CLASS],
         attention_bias=has_bias,
         head_dim=shape.key,
@@ -195,6 +194,18 @@ def _check_names(names: set[str], source: str) -> None:
         raise _refusal(source, f"its tensor {strange[0]} has no place there")
     if lacking := [name for name in (*OUTER, *INNER) if name not in inner | outer]:
         raise _refusal(source, f"it has no {lacking[0]}")
+
+
+def _kept_shapes(model: Any, converted: tuple[int, ...], source: str) -> list[AttentionShape]:
+    """Return the shapes of the attention that is kept. Raises SurgeryError if any layer has none that can be read."""
+    seen, kept = observe_attention(model), []
+    for index in range(model.config.num_hidden_layers):
+        attention = seen.get(f"model.layers.{index}.self_attn")
+        if attention is None or attention.shape is None:
+            raise _refusal(source, attention.refusal if attention else f"its layer {index} has no attention")
+        if index not in converted:
+            kept.append(attention.shape)
+    return kept
 
 
 def _check_kept(kept: list[AttentionShape], config: Any, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
@@ -263,15 +274,17 @@ def _compare_small(model: nn.Module, plan: StockPlan) -> None:
             raise
         except Exception as error:  # code of any family
             raise _refusal(
-                plan.source, "a small model of its config could not be compared "
-                f"({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+                plan.source,
+                "a small model of its config could not be compared "
+                f"({type(error).__name__}: {' '.join(str(error).split())[:200]})",
             ) from error
         finally:
             torch.set_default_dtype(default)
     if not change <= TOLERANCE:
         raise _refusal(
-            plan.source, f"{cls.__name__} computes something else than the class with the same tensors: logits of a small "
-            f"random model differ by {change:.1g} of the largest (limit {TOLERANCE:g})"
+            plan.source,
+            f"{cls.__name__} computes something else than the class with the same tensors: logits of a small "
+            f"random model differ by {change:.1g} of the largest (limit {TOLERANCE:g})",
         )
 
 
@@ -300,7 +313,8 @@ def _change_of_logits(original: Any, plan: StockPlan) -> float:
     has_bias = any(name.endswith("_proj.bias") for name, _ in original.named_parameters())
     config: Any = stock_config(original.config, seen, StockRecipe(), (), has_bias)
     small = StockPlan("", "", (), config, seen, plan.neutral_norm, torch.float32)
-    stock = Qwen3_5ForCausalLM(config).eval()
+    stock: Any = Qwen3_5ForCausalLM(config)
+    stock.eval()
     load_tensors(stock, stock_tensors(original.state_dict(), small, every))
     ids = torch.arange(2 * 24).view(2, 24) * 7 % 61
     before, after = original(ids).logits, stock(ids).logits

@@ -31,16 +31,22 @@ from surgery.planning.stock import plan_stock
 from surgery.publish.summary import inspect
 
 SIZES = {
-    **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
-    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-}
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 FIT = {
     "llama": ("LlamaConfig", {}),
     "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
     "llama-yarn": (
         "LlamaConfig",
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}},
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
     ),
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "qwen2": ("Qwen2Config", {}),
@@ -60,8 +66,11 @@ REFUSED = {
     "linear already": (
         "Qwen3_5TextConfig",
         {
-            **{"head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-            **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+            "head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
         },
     ),
 }
@@ -131,7 +140,9 @@ def test_the_layer_of_the_library_is_gated_deltanet_of_our_masks():
             parameter.normal_(std=0.5)
     x_BTD = torch.randn(2, T, D)
 
-    z_BTC = F.conv1d(F.pad(module.in_proj_qkv(x_BTD).mT, (3, 0)), module.conv1d.weight, groups=len(module.conv1d.weight)).mT
+    z_BTC = F.conv1d(
+        F.pad(module.in_proj_qkv(x_BTD).mT, (3, 0)), module.conv1d.weight, groups=len(module.conv1d.weight)
+    ).mT
     widths = [key_heads * K, key_heads * K, heads * V]
     q, k, v = (x.unflatten(-1, (-1, n)).transpose(1, 2) for x, n in zip(F.silu(z_BTC).split(widths, -1), (K, K, V)))
     q, k = (l2_normalize(x).repeat_interleave(heads // key_heads, 1) for x in (q, k))
@@ -257,7 +268,9 @@ def test_plan_report_and_inspect_agree(stock):
 
 
 def test_layers_outside_the_range_keep_softmax(sources):
-    plan = surgery.plan(sources("Qwen3Config", {"head_dim": 16}), "stock-gated-deltanet", stock={"layers": "1:", "interval": 3})
+    plan = surgery.plan(
+        sources("Qwen3Config", {"head_dim": 16}), "stock-gated-deltanet", stock={"layers": "1:", "interval": 3}
+    )
     assert plan["linear_layers"] == [1, 3]
 
 
