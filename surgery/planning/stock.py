@@ -105,7 +105,7 @@ class StockPlan:
         if self.neutral_norm:
             lines.append(
                 "note: the source has no QK norm. That of the kept layers is made linear by tiny q_proj and k_proj with "
-                "large norm weights: exact to rounding, but train these four tensors of the kept layers frozen"
+                "large norm weights: exact to rounding, but keep these four tensors of the kept layers frozen in training"
             )
         return lines
 
