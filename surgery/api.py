@@ -176,6 +176,11 @@ def plan(
     else:
         name = _checkpoint_name(source, "plan")
         opened = open_checkpoint(name, trust_remote_code, weights=False, revision=revision)
+        if settings.stock is not None:
+            from surgery.planning.stock import plan_stock
+
+            stock = plan_stock(opened, settings, trust_remote_code)
+            return CommandResult(stock.to_dict(), stock.lines)
         described = describe_checkpoint(opened, trust_remote_code)
         live, planned = None, make_plan(described, settings)
     estimate = None

@@ -235,6 +235,22 @@ class NativeReport(ReportModel):
     tokens: Annotated[Count, Field(ge=1)]
 
 
+class StockReport(ReportModel):
+    """A conversion into a stock class of transformers (surgery.planning.stock).
+
+    linear_layers, softmax_layers: their numbers, from 0. change: the largest absolute difference of a kept layer's output
+    / its largest entry, on one row of the calibration text.
+    """
+
+    stock_class: Text
+    linear_layers: list[Count]
+    softmax_layers: list[Count]
+    state_bytes: Count
+    token_bytes: dict[str, Count]
+    neutral_qk_norm: bool
+    change: Annotated[float, Field(ge=0, le=1e30)]
+
+
 class TotalsReport(ReportModel):
     """Parameters, bytes and multiply-accumulates per token, of the replaced weights and of the whole checkpoint."""
 
@@ -342,6 +358,7 @@ class Report(ReportModel):
     depth: DepthReport | None = None
     experts: ExpertsReport | None = None
     native: NativeReport | None = None
+    stock: StockReport | None = None
     hybrid: HybridReport | None = None
     tune: TuneReport | None = None
     speed: SpeedReport | None = None

@@ -101,6 +101,12 @@ def plan(
     check_keep(chosen, keep)
     table = named_table(chosen, measured)
     opened = open_checkpoint(source, trust_remote_code, weights=False, revision=revision)
+    if chosen.stock is not None:
+        from surgery.planning.stock import plan_stock
+
+        stock = plan_stock(opened, chosen, trust_remote_code)
+        print(json.dumps(stock.to_dict(), indent=2)) if as_json else _show(stock.lines())
+        return
     described = describe_checkpoint(opened, trust_remote_code)
     if data_free:
         from surgery.conversion.preflight import check_needs_no_calibration

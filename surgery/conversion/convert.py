@@ -80,6 +80,14 @@ def convert(
     began, out = time.perf_counter(), Path(out)
     dist = init_distributed(device)
     again = "run the same command with --resume" + (" in place of --overwrite" if overwrite else "")
+    if recipe.stock is not None:
+        # Imported by conversions into a stock class.
+        from surgery.conversion.stock import convert_to_stock
+
+        checkpoint = FolderSource(source, trust_remote_code, revision, dtype)
+        return convert_to_stock(
+            checkpoint, recipe, out, device=device, resumes=resume or overwrite, progress=progress, dist=dist
+        )
     with dist.fail_together(), explain_disk_errors(out, again):
         conversion = Conversion(
             FolderSource(source, trust_remote_code, revision, dtype),

@@ -54,6 +54,11 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
 
     Raises SurgeryError if a pattern matches no module, a structure cannot tile its matrix, or nothing is replaced.
     """
+    if recipe.stock is not None:
+        raise SurgeryError(
+            "stock changes the class of the model, so it is for checkpoints: use `surgery plan` and `surgery convert` with "
+            "the folder or Hub id, and heal the result with `surgery finetune`"
+        )
     whole = find_linears(meta_model.model)
     model_type = meta_model.config.model_type
     selected = select_towers(meta_model.model, whole.towers.values(), recipe.towers)

@@ -173,6 +173,21 @@ class NativeRecipe(_StrictModel):
         return Native(self.levels, self.block)
 
 
+class StockRecipe(_StrictModel):
+    """Gated DeltaNet as the layers of a stock Qwen3.5 text model have it.
+
+    interval: layers whose number, counted from 1, is a multiple of it keep softmax attention. layers: range of layer
+    numbers; layers outside of it keep softmax too. steps: of Adam, which train each new layer towards the output of the
+    attention that it replaces.
+    """
+
+    interval: Annotated[int, Field(ge=2, strict=True)] = 4
+    layers: str = ":"
+    steps: Annotated[int, Field(ge=0, le=100_000, strict=True)] = 100
+
+    _layers = field_validator("layers", mode="before")(check_layer_range)
+
+
 class CalibrationText(_StrictModel):
     """One of several calibration texts. path: a file or a Hub data set. weight: relative share of the tokens."""
 
@@ -208,6 +223,7 @@ class ConversionRecipe(_StrictModel):
     experts: Annotated[int, Field(ge=1, strict=True)] | None = None
     attention: AttentionRecipe | None = None
     native: NativeRecipe | None = None
+    stock: StockRecipe | None = None
     candidates: tuple[str, ...] = ("low_rank", "pivoted_low_rank", "btt", "monarch")
 
     allocate: Literal["measured", "uniform"] = "measured"
@@ -304,6 +320,22 @@ class ConversionRecipe(_StrictModel):
             raise SurgeryError(
                 "depth and experts remove layers and experts before all else, one of them in a conversion. Convert with "
                 "one of the two, then convert the result with the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_stock_alone(self) -> ConversionRecipe:
+        """Refuse other replacements beside `stock`, which writes a class without a place for them."""
+        if self.stock is None:
+            return self
+        others = ("rules", "depth", "experts", "attention", "native", "speed", "tune")
+        beside = next((name for name in others if getattr(self, name)), None)
+        if beside is None and self.structure != "dense":
+            beside = f"structure: {self.structure}"
+        if beside is not None:
+            raise SurgeryError(
+                f"stock writes a model class of transformers, which has no place for {beside}. Leave it out (structure "
+                "must be dense), or convert the result again by a recipe with it"
             )
         return self
 

@@ -312,6 +312,7 @@ def inspect_table(report: dict[str, Any]) -> list[Any]:
     mixers = [
         *mixer_tables(report.get("mixer_rows", []), report),
         *level_weight_lines(report.get("native")),
+        *stock_lines(report.get("stock")),
         *map(escape, training_kernel_lines(report.get("training_kernels", []))),
         *map(escape, hybrid_lines(report.get("hybrid"))),
         *map(escape, initialization_lines(report.get("mixers", []))),
@@ -343,6 +344,20 @@ def kept_expert_lines(report: dict[str, Any]) -> list[str]:
     if score := experts.get("held_out"):
         line += f"; {escape(score['unit'])} on held-out text {score['original']:.3f} -> {score['converted']:.3f}"
     return [line]
+
+
+def stock_lines(stock: dict[str, Any] | None) -> list[str]:
+    """Return lines on a conversion into a stock class. stock: the report's entry."""
+    if not stock:
+        return []
+    linear, softmax = len(stock["linear_layers"]), len(stock["softmax_layers"])
+    token = stock["token_bytes"]
+    return [
+        f"{stock['stock_class']}, which loads without surgery: Gated DeltaNet in {linear} layers, softmax in {softmax}, whose "
+        f"outputs changed by up to {stock['change']:.1e} of the largest",
+        f"cache of one sequence: {token['before']:,} -> {token['after']:,} bytes per token, and a state of "
+        f"{stock['state_bytes']:,} bytes in float32",
+    ]
 
 
 def level_weight_lines(native: dict[str, Any] | None) -> list[str]:

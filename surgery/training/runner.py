@@ -218,8 +218,9 @@ class StageRunner:
         for config in self.recipe.stages:
             batch_layout(self.accelerator, config)
         changed = changed_parameters(self.recipe, models, self.roles)
-        fewer = bool(model_loading.conversion_report(self.source).get("depth"))
-        for warning in recipe_warnings(self.source.name, models.student, self.recipe.stages, has_fewer_layers=fewer):
+        report = model_loading.conversion_report(self.source)
+        whole = bool(report.get("depth") or report.get("stock"))
+        for warning in recipe_warnings(self.source.name, models.student, self.recipe.stages, converted_whole=whole):
             self.progress.say(f"warning: {warning}")
         return changed
 

@@ -20,17 +20,17 @@ def is_converted(model: nn.Module) -> bool:
 
 
 def recipe_warnings(
-    name: str, model: nn.Module, stages: Iterable[StageConfig], *, has_fewer_layers: bool = False
+    name: str, model: nn.Module, stages: Iterable[StageConfig], *, converted_whole: bool = False
 ) -> list[str]:
     """Return warnings about stages that run on the model, but were made for another kind.
 
     An unconverted model has nothing to recover from a teacher. A recipe that gives mixers a rate of their own and has
     no stage for whatever is `new` was made for replaced attention. Level weights that rows do not reach stay at 1 while
-    the others move. name: of the checkpoint. has_fewer_layers: whether
-    its conversion removed layers.
+    the others move. name: of the checkpoint. converted_whole: whether its conversion removed layers or wrote a stock
+    class, which the modules do not show.
     """
     configs: list[Any] = list(stages)
-    if not is_converted(model) and not has_fewer_layers:
+    if not is_converted(model) and not converted_whole:
         if all(STAGES[config](config).needs_teacher == "nothing" for config in configs):
             return []
         return [

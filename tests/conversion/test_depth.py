@@ -330,7 +330,7 @@ def test_no_warning_that_nothing_was_converted(shallow):
     student = load_student(open_trainable(str(EMBEDDED)))
     stage = DistillConfig(kind="distill", trains=("all",), tokens=128, rate=1e-3)
     assert recipe_warnings("name", student, [stage]) and not recipe_warnings(
-        "name", student, [stage], has_fewer_layers=True
+        "name", student, [stage], converted_whole=True
     )
 
 

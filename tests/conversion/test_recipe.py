@@ -25,7 +25,7 @@ def test_shipped_recipes(name):
     recipe = load_recipe(name)
     text = (conversion_recipes_folder() / f"{name}.yaml").read_text()
     assert recipe.description and len(text.splitlines()) < 80
-    if recipe.attention is None and recipe.native is None:
+    if recipe.attention is None and recipe.native is None and recipe.stock is None:
         assert recipe.keep == 0.5 and "keep" in yaml.safe_load(text)
         assert recipe.tune == TuneRecipe(model=20)
     else:

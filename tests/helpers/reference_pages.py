@@ -21,7 +21,7 @@ from pydantic_core import PydanticUndefined
 from surgery.cli.main import app
 from surgery.planning.attention_recipe import AttentionRecipe, HybridRecipe
 from surgery.planning.depth_recipe import DepthRecipe
-from surgery.planning.recipe import ConversionRecipe, NativeRecipe, Rule, TuneRecipe
+from surgery.planning.recipe import ConversionRecipe, NativeRecipe, Rule, StockRecipe, TuneRecipe
 from surgery.planning.speed_recipe import SpeedRecipe
 from surgery.training.data.recipe import DataConfig
 from surgery.training.recipe import GuardConfig, HealingRecipe, TeacherConfig
@@ -37,6 +37,7 @@ CONVERSION: dict[str, type[BaseModel]] = {
     "`attention`": AttentionRecipe,
     "`attention.hybrid`": HybridRecipe,
     "`native`": NativeRecipe,
+    "`stock`": StockRecipe,
 }
 HEALING: dict[str, type[BaseModel]] = {
     "A healing recipe": HealingRecipe,

@@ -139,16 +139,31 @@ def measure_profile(samples: AttentionSamples, block: int | None) -> AttentionPr
     for i in range(min(len(samples), PROFILE_SAMPLES)):
         sample = samples[i]
         map_BHTT = attention_map(sample, samples.target.shape)
-        length = map_BHTT.shape[-1]
-        t_T = torch.arange(length, device=map_BHTT.device)
-        distance_TT = (t_T[:, None] - t_T).abs().float()
-        distances.append(unpadded_tokens((map_BHTT * distance_TT).sum(-1, keepdim=True), sample).mean((1, 2)))
-        entropy_BHT = torch.special.entr(map_BHTT).sum(-1) / (t_T + 2).log()
-        entropies.append(unpadded_tokens(entropy_BHT[..., None], sample).mean((1, 2)))
+        for means, values_BHT in zip((distances, entropies), map_statistics(map_BHTT)):
+            means.append(unpadded_tokens(values_BHT[..., None], sample).mean((1, 2)))
         if block is not None:
             blocks.append(block_means(map_BHTT, block, samples.target.shape.causal).mean(0))
     mean_HMM = mean_over_samples(blocks) if blocks else torch.zeros(0)
     return AttentionProfile(torch.stack(distances).mean(0), torch.stack(entropies).mean(0), mean_HMM)
+
+
+def map_statistics(map_BHTT: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each query's mean distance in tokens, and its entropy relative to uniform attention, (B, H, T) each."""
+    t_T = torch.arange(map_BHTT.shape[-1], device=map_BHTT.device)
+    distance_BHT = (map_BHTT * (t_T[:, None] - t_T).abs().float()).sum(-1)
+    return distance_BHT, torch.special.entr(map_BHTT).sum(-1) / (t_T + 2).log()
+
+
+def step_sizes(entropy: Tensor) -> Tensor:
+    """Return the delta rule's step sizes: attention to a single token overwrites the state (1); uniform attention adds
+    little of each token (0).
+    """
+    return (1 - entropy).clamp(0.05, 0.95)
+
+
+def decay_rates(distance: Tensor) -> Tensor:
+    """Return the decay rates per token whose half-life is the mean attention distance."""
+    return math.log(2) / distance.clamp_min(0.5)
 
 
 def block_means(map_BHTT: Tensor, block: int, causal: bool) -> Tensor:
@@ -200,7 +215,7 @@ def fit_mask_to_profile(mixer: LinearMixer, fit: AttentionSamples, steps: int) -
         return None
     profile = measure_profile(fit, mask.config.block if isinstance(mask, (BlocksMask, ToeplitzBlocksMask)) else None)
     groups = mixer.linear_shape.groups
-    rate_G = math.log(2) / profile.distance_H.view(groups, -1).mean(1).clamp_min(0.5)
+    rate_G = decay_rates(profile.distance_H.view(groups, -1).mean(1))
     if isinstance(mask, GatesMask):
         mask.rate.bias.copy_(inverse_softplus(rate_G))
     elif isinstance(mask, DecayMask):
@@ -212,9 +227,7 @@ def fit_mask_to_profile(mixer: LinearMixer, fit: AttentionSamples, steps: int) -
         size = profile.blocks_HMM.diagonal(dim1=-2, dim2=-1).mean().clamp_min(1e-9)
         mask.initialize((heads.amplitude / size).movedim(-1, 0).float(), heads.rate[:, 0].mT.float())
     if mixer.beta_proj is not None:
-        # Attention to a single token overwrites the state (step 1); uniform attention adds little of each token (step
-        # 0).
-        step_G = (1 - profile.entropy_H.view(groups, -1).mean(1)).clamp(0.05, 0.95)
+        step_G = step_sizes(profile.entropy_H.view(groups, -1).mean(1))
         nn.init.zeros_(mixer.beta_proj.weight)
         mixer.beta_proj.bias.copy_((step_G / mixer.config.largest_step).logit())
     return mixer

@@ -1,0 +1,263 @@
+"""Initialize a stock Gated DeltaNet layer from softmax attention, without training the model.
+
+    o_t = W_o [norm(S_t q_t) * SiLU(z_t)],    S_t = e^{g_t} S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T
+
+q, k, v: SiLU of a causal convolution over the last four tokens; q and k normalized. g = -exp(A_log) softplus(W_a x +
+dt_bias); beta = sigmoid(W_b x); z = W_z x.
+
+The stages run in this order, and each is accepted only if the error on held-out samples falls:
+copied         q, k, v and the output projection are copied, a key/value head to each of its query heads. The convolution
+               reads the current token alone, with so small a gain that SiLU is linear there; the norms behind it undo
+               the gain. Gates that need a constant, and have no bias, read it from the hidden states: u with u . x close
+               to 1. No decay, beta 1/2
+profile        decay and beta from the teacher's attention map, as for the mixers of `surgery.conversion.mixer_init`
+features       the gain of q and k: the best of GAINS. A large one leaves the positive parts alone
+output         W_o: ridge regression towards the copied weights
+local          steps of Adam on all parameters of the layer, on |o - o*|^2 / |o*|^2, then W_o once more
+
+N samples of T tokens, D hidden states, H query heads in G key/value groups, K dims of a head, F = H K.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surgery.checkpoint.stock_tensors import AttentionSizes
+from surgery.conversion.mixer_init.linear import PROFILE_SAMPLES, decay_rates, step_sizes
+from surgery.mixers.masks.chunking import inverse_softplus
+
+GAINS = (0.25, 1.0, 4.0)  # candidate root mean squares of what SiLU reads, for q and k
+VALUE_GAIN = 0.25  # of the values; SiLU(x) = x / 2 + x^2 / 4 - ..
+GATE = 4.0  # z at the start: SiLU(4) = 3.93, almost linear
+CONSTANT_RIDGE, OUTPUT_RIDGE = 1e-4, 1e-3  # relative to the mean of the diagonal
+BATCH_TOKENS, STEP_TOKENS = 4096, 1024  # in a pass without gradients, and in a step of training
+RATES = {"matrices": 1e-3, "vectors": 1e-2}  # of Adam; decay to zero along half a cosine
+
+
+@dataclass
+class LayerSamples:
+    """What a layer reads, and what its attention gives in the original model. x_NTD: hidden states behind the norm of
+    the stock layer; target_NTD: output of the attention; valid_NT: False at padding; held: the first held-out row.
+    """
+
+    x_NTD: Tensor
+    target_NTD: Tensor
+    valid_NT: Tensor
+    held: int
+
+    def batches(self, held: bool, most: int | None = None) -> Iterator[slice]:
+        """Yield the rows that are fitted to, at most `most` of them, or the held-out ones, BATCH_TOKENS at a time."""
+        start, stop = (self.held, len(self.x_NTD)) if held else (0, min(most or self.held, self.held))
+        size = max(1, BATCH_TOKENS // self.x_NTD.shape[1])
+        for first in range(start, stop, size):
+            yield slice(first, min(first + size, stop))
+
+
+def initialize_layer(
+    module: Any,
+    layer: Mapping[str, Tensor],
+    scale_D: Tensor,
+    sizes: AttentionSizes,
+    samples: LayerSamples,
+    profile: tuple[Tensor, Tensor],
+    steps: int,
+) -> dict[str, float]:
+    """Initialize a Gated DeltaNet module in place; return the held-out error after each stage.
+
+    layer: tensors of the source's layer. scale_D: what its columns are multiplied by, see `split_norm`. profile: mean
+    distance and entropy of the attention, (H,) each.
+    """
+    constant_D = constant_direction(samples)
+    copy_attention(module, layer, scale_D, sizes, constant_D)
+    set_gains(module, samples, VALUE_GAIN, GAINS[0])
+    scale_output(module, samples)
+    errors = {"copied": held_out_error(module, samples)}
+
+    def profile_stage() -> None:
+        set_gates(module, constant_D, *profile)
+        scale_output(module, samples)
+
+    def features_stage() -> None:
+        candidates = []
+        for gain in GAINS[1:]:
+            set_gains(module, samples, VALUE_GAIN, gain)
+            scale_output(module, samples)
+            candidates.append((held_out_error(module, samples), copy_state(module)))
+        module.load_state_dict(min(candidates, key=lambda pair: pair[0])[1])
+
+    def local_stage() -> None:
+        train_layer(module, samples, steps)
+        solve_output(module, samples)
+
+    stages: dict[str, Callable[[], None]] = {
+        "profile": profile_stage,
+        "features": features_stage,
+        "output": lambda: solve_output(module, samples),
+        **({"local": local_stage} if steps else {}),
+    }
+    for name, run in stages.items():
+        before, least = copy_state(module), min(errors.values())
+        run()
+        errors[name] = held_out_error(module, samples)
+        if not errors[name] < least:
+            module.load_state_dict(before)
+    return errors
+
+
+def copy_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of a module's tensors."""
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+# -- copied ----------------------------------------------------------------------------------------
+@torch.no_grad()
+def constant_direction(samples: LayerSamples) -> Tensor:
+    """Return u (D,) with u . x as close to 1 as a linear function of the hidden states can be (ridge regression)."""
+    size = samples.x_NTD.shape[-1]
+    moment_DD, mean_D, count = samples.x_NTD.new_zeros(size, size), samples.x_NTD.new_zeros(size), 0
+    for rows in samples.batches(held=False):
+        x_ND = samples.x_NTD[rows][samples.valid_NT[rows]]
+        moment_DD += x_ND.mT @ x_ND
+        mean_D += x_ND.sum(0)
+        count += len(x_ND)
+    moment_DD = moment_DD.double() / count
+    direction_D: Tensor = torch.linalg.solve(moment_DD + _ridge(moment_DD, CONSTANT_RIDGE), mean_D.double() / count)
+    return direction_D.to(mean_D)
+
+
+def _ridge(moment_FF: Tensor, share: float) -> Tensor:
+    return share * moment_FF.diagonal().mean().clamp_min(1e-12) * torch.eye(len(moment_FF)).to(moment_FF)
+
+
+@torch.no_grad()
+def copy_attention(
+    module: Any, layer: Mapping[str, Tensor], scale_D: Tensor, sizes: AttentionSizes, constant_D: Tensor
+) -> None:
+    """Copy the projections of softmax attention, and set the gates to constants."""
+    repeats = sizes.heads // sizes.groups
+    rows = []
+    for name in "qkv":
+        weight_HKD = (layer[f"self_attn.{name}_proj.weight"] * scale_D).unflatten(0, (-1, sizes.key))
+        if (bias := layer.get(f"self_attn.{name}_proj.bias")) is not None:
+            weight_HKD = weight_HKD + bias.view(-1, sizes.key, 1) * constant_D
+        if (norm_K := layer.get(f"self_attn.{name}_norm.weight")) is not None:
+            weight_HKD = weight_HKD * norm_K[:, None]
+        rows.append((weight_HKD if name == "q" else weight_HKD.repeat_interleave(repeats, 0)).flatten(0, 1))
+    module.in_proj_qkv.weight.copy_(torch.cat(rows))
+    module.in_proj_z.weight.copy_(GATE * constant_D.expand_as(module.in_proj_z.weight))
+    for parameter in (module.in_proj_a.weight, module.in_proj_b.weight, module.A_log):
+        parameter.zero_()
+    module.dt_bias.fill_(-20.0)
+    module.norm.weight.fill_(1.0)
+    module.out_proj.weight.copy_(layer["self_attn.o_proj.weight"])
+
+
+@torch.no_grad()
+def set_gains(module: Any, samples: LayerSamples, value_gain: float, key_gain: float) -> None:
+    """Set the convolution to a factor on the current token, so that what SiLU reads has these root mean squares."""
+    row = samples.x_NTD[0][samples.valid_NT[0]]
+    gains = []
+    widths = [module.key_dim, module.key_dim, module.value_dim]
+    for states_ND, gain in zip(module.in_proj_qkv(row).split(widths, dim=-1), (key_gain, key_gain, value_gain)):
+        size = states_ND.square().mean().sqrt().clamp_min(1e-12)
+        gains.append((gain / size).expand(states_ND.shape[-1]))
+    module.conv1d.weight.zero_()
+    module.conv1d.weight[:, 0, -1] = torch.cat(gains)
+
+
+# -- profile ---------------------------------------------------------------------------------------
+@torch.no_grad()
+def set_gates(module: Any, constant_D: Tensor, distance_H: Tensor, entropy_H: Tensor) -> None:
+    """Set decay and step sizes from the mean distance and the entropy of the teacher's attention."""
+    module.dt_bias.copy_(inverse_softplus(decay_rates(distance_H)))
+    module.in_proj_b.weight.copy_(step_sizes(entropy_H).logit()[:, None] * constant_D)
+
+
+# -- output ----------------------------------------------------------------------------------------
+def output_error(module: Any, samples: LayerSamples, rows: slice) -> tuple[Tensor, Tensor]:
+    """Return o - o* and o* of the real tokens of some rows, (tokens, D) each."""
+    valid_NT, target_NTD = samples.valid_NT[rows], samples.target_NTD[rows]
+    return (module(samples.x_NTD[rows]) - target_NTD)[valid_NT], target_NTD[valid_NT]
+
+
+@torch.no_grad()
+def held_out_error(module: Any, samples: LayerSamples) -> float:
+    """Return |o - o*| / |o*| over the real tokens of the held-out rows."""
+    difference = norm = 0.0
+    for rows in samples.batches(held=True):
+        error_ND, target_ND = output_error(module, samples, rows)
+        difference += float(error_ND.square().sum(dtype=torch.float64))
+        norm += float(target_ND.square().sum(dtype=torch.float64))
+    error = math.sqrt(difference / max(norm, 1e-30))
+    return error if math.isfinite(error) else 1e30
+
+
+@torch.no_grad()
+def output_moments(module: Any, samples: LayerSamples, most: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return E[f f^T] (F, F) and E[y* f^T] (D, F) of what the output projection reads, in float64. most: rows at most."""
+    seen: list[Tensor] = []
+    hook = module.out_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    features, width = module.value_dim, samples.x_NTD.shape[-1]
+    moment_FF = samples.x_NTD.new_zeros(features, features, dtype=torch.float64)
+    cross_DF = samples.x_NTD.new_zeros(width, features, dtype=torch.float64)
+    try:
+        for rows in samples.batches(held=False, most=most):
+            module(samples.x_NTD[rows])
+            f_NF = seen.pop()[samples.valid_NT[rows]]
+            moment_FF += f_NF.mT @ f_NF
+            cross_DF += samples.target_NTD[rows][samples.valid_NT[rows]].mT @ f_NF
+    finally:
+        hook.remove()
+    return moment_FF, cross_DF
+
+
+@torch.no_grad()
+def scale_output(module: Any, samples: LayerSamples) -> None:
+    """Multiply the output projection by the one factor that fits best."""
+    moment_FF, cross_DF = output_moments(module, samples, PROFILE_SAMPLES)
+    weight_DF = module.out_proj.weight.double()
+    factor = (weight_DF * cross_DF).sum() / ((weight_DF @ moment_FF) * weight_DF).sum().clamp_min(1e-30)
+    module.out_proj.weight.mul_(factor.to(module.out_proj.weight))
+
+
+@torch.no_grad()
+def solve_output(module: Any, samples: LayerSamples) -> None:
+    """Set the output projection to the ridge regression around its present weights."""
+    moment_FF, cross_DF = output_moments(module, samples)
+    weight_DF = module.out_proj.weight.double()
+    residual_FD = (cross_DF - weight_DF @ moment_FF).mT
+    change_FD = torch.linalg.solve(moment_FF + _ridge(moment_FF, OUTPUT_RIDGE), residual_FD)
+    module.out_proj.weight.copy_(weight_DF + change_FD.mT)
+
+
+# -- local -----------------------------------------------------------------------------------------
+def train_layer(module: Any, samples: LayerSamples, steps: int) -> None:
+    """Train all parameters of the layer, on STEP_TOKENS tokens for each step."""
+    named = dict(module.named_parameters())
+    is_matrix = {name: p.dim() == 2 for name, p in named.items()}
+    groups = [
+        {"params": [p for name, p in named.items() if is_matrix[name]], "lr": RATES["matrices"]},
+        {"params": [p for name, p in named.items() if not is_matrix[name]], "lr": RATES["vectors"]},
+    ]
+    adam = torch.optim.Adam(groups, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
+    rows = min(max(1, STEP_TOKENS // samples.x_NTD.shape[1]), samples.held)
+    with torch.enable_grad():
+        for parameter in named.values():
+            parameter.requires_grad_(True)
+        for step in range(steps):
+            first = step * rows % (samples.held - rows + 1)
+            error_ND, target_ND = output_error(module, samples, slice(first, first + rows))
+            loss = error_ND.square().mean() / target_ND.square().mean().clamp_min(1e-30)
+            adam.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(list(named.values()), 1.0)
+            adam.step()
+            schedule.step()
+    module.requires_grad_(False)

@@ -1,0 +1,344 @@
+"""Conversions into a stock Qwen3.5 text model: exact mapping, refusals, loading without surgery, training."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+
+import surgery
+from surgery.checkpoint.source import open_checkpoint
+from surgery.checkpoint.stock_tensors import split_norm
+from surgery.core.errors import SurgeryError
+from surgery.mixers import AttentionShape
+from surgery.mixers.common.bidirectional import dense_output
+from surgery.mixers.common.linear_features import l2_normalize
+from surgery.mixers.masks.base import MaskInputs
+from surgery.mixers.masks.gates import Gates, GatesMask
+from surgery.planning.recipe import load_recipe
+from surgery.planning.stock import plan_stock
+from surgery.publish.summary import inspect
+
+SIZES = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+FIT = {
+    "llama": ("LlamaConfig", {}),
+    "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "llama-yarn": (
+        "LlamaConfig",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+}
+REFUSED = {
+    "norms behind": ("Olmo2Config", {}),
+    "sliding window": ("MistralConfig", {"sliding_window": 64}),
+    "no RoPE": ("SmolLM3Config", {}),
+    "activation gelu": ("GemmaConfig", {"head_dim": 8}),
+    "routed experts": ("Qwen3MoeConfig", {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16}),
+    "output projection has a bias": ("LlamaConfig", {"attention_bias": True}),
+    "without biases": ("LlamaConfig", {"mlp_bias": True}),
+    "gate_up_proj": ("Phi3Config", {}),
+    "neighbouring pairs": ("HeliumConfig", {"head_dim": 8}),
+    "computes something else": ("GraniteConfig", {"residual_multiplier": 0.5}),
+    "linear already": (
+        "Qwen3_5TextConfig",
+        {
+            "head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """sources(config class, options, dtype) -> folder of a tiny random checkpoint whose norms are not 1."""
+    made = {}
+
+    def make(name, options, dtype=torch.float32):
+        key = name, json.dumps(options, sort_keys=True), dtype
+        if key not in made:
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**SIZES, **options))
+            with torch.no_grad():
+                for path, parameter in model.named_parameters():
+                    parameter.normal_(std=0.3)
+                    if "norm" in path:
+                        parameter.add_(1.0).abs_()
+            made[key] = tmp_path_factory.mktemp("source")
+            model.to(dtype).save_pretrained(made[key])
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A file of prepared model inputs: 12 rows of 24 tokens, the last of which is padded."""
+    ids_BT = torch.randint(3, 96, (12, 24), generator=torch.Generator().manual_seed(0))
+    mask_BT = torch.ones_like(ids_BT)
+    mask_BT[-1, 15:] = 0
+    path = tmp_path_factory.mktemp("texts") / "rows.safetensors"
+    save_file({"input_ids": ids_BT, "attention_mask": mask_BT}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def stock(sources, texts, tmp_path_factory):
+    """stock(name of FIT, dtype) -> (source folder, converted folder, report)."""
+    made = {}
+
+    def make(name, dtype=torch.float32):
+        if (name, dtype) not in made:
+            source, out = sources(*FIT[name], dtype), tmp_path_factory.mktemp("stock") / "OUT"
+            report = surgery.convert(
+                source, "stock-gated-deltanet", out, calibration=texts, stock={"interval": 2, "steps": 3}, quiet=True
+            )
+            made[name, dtype] = source, out, report
+        return made[name, dtype]
+
+    return make
+
+
+# -- exact mapping ---------------------------------------------------------------------------------
+def test_the_layer_of_the_library_is_gated_deltanet_of_our_masks():
+    """Convolution and SiLU, then normalized q and k, gates, the delta rule, gated norm: equal to 1e-5."""
+    heads, key_heads, K, V, D, T = 4, 2, 8, 6, 24, 37
+    config = Qwen3_5TextConfig(
+        hidden_size=D, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=key_heads, linear_num_value_heads=heads, linear_key_head_dim=K, linear_value_head_dim=V,
+    )  # fmt: skip
+    module = Qwen3_5GatedDeltaNet(config, 0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.5)
+    x_BTD = torch.randn(2, T, D)
+
+    z_BTC = F.conv1d(
+        F.pad(module.in_proj_qkv(x_BTD).mT, (3, 0)), module.conv1d.weight, groups=len(module.conv1d.weight)
+    ).mT
+    widths = [key_heads * K, key_heads * K, heads * V]
+    q, k, v = (x.unflatten(-1, (-1, n)).transpose(1, 2) for x, n in zip(F.silu(z_BTC).split(widths, -1), (K, K, V)))
+    q, k = (l2_normalize(x).repeat_interleave(heads // key_heads, 1) for x in (q, k))
+    mask = GatesMask(Gates(), AttentionShape(D, heads, heads, K, V, 1.0))
+    with torch.no_grad():
+        mask.rate.weight.copy_(module.in_proj_a.weight)
+        mask.rate.bias.copy_(module.dt_bias)
+        mask.log_scale_G.copy_(module.A_log)
+    beta_BGT = module.in_proj_b(x_BTD).sigmoid().mT
+    start_B, count_B = torch.zeros(2, dtype=torch.long), torch.full((2,), T)
+    rows = MaskInputs((q * K**-0.5).unsqueeze(2), k, v, beta_BGT, start_B, count_B, mask.signals(x_BTD))
+    o_BTGV = dense_output(mask, rows).squeeze(2).transpose(1, 2)
+    o_BTGV = F.rms_norm(o_BTGV, (V,), module.norm.weight, config.rms_norm_eps)
+    ours = module.out_proj((o_BTGV * F.silu(module.in_proj_z(x_BTD).unflatten(-1, (-1, V)))).flatten(-2))
+    theirs = module(x_BTD)
+    assert float(((ours - theirs).abs().max() / theirs.abs().max()).detach()) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_norm_weights_are_split_exactly(dtype):
+    w_D = torch.tensor([1.0, 0.5, 0.4, 0.01, -0.3, 0.0, 3.3, 200.0, -7.0, 1e-4]).to(dtype).float()
+    stored_D, scale_D = split_norm(w_D, dtype)
+    assert torch.equal(stored_D.to(dtype).float(), stored_D) and torch.equal((1 + stored_D) * scale_D, w_D)
+    assert torch.equal(scale_D.abs().log2(), scale_D.abs().log2().round())
+
+
+@pytest.mark.parametrize("name", FIT)
+def test_kept_layers_compute_what_the_source_does(stock, name):
+    """Layers 1 and 3 keep softmax: the same outputs for the same hidden states."""
+    source, out, report = stock(name)
+    original, converted = (AutoModelForCausalLM.from_pretrained(folder) for folder in (source, out))
+    x_BTD, positions_BT = torch.randn(2, 20, 32), torch.arange(20)[None].expand(2, -1)
+    for index in (1, 3):
+        outputs = []
+        for model in (original, converted):
+            rope = model.model.rotary_emb(x_BTD, positions_BT)
+            outputs.append(model.model.layers[index](x_BTD, position_embeddings=rope, attention_mask=None))
+        before, after = (out[0] if isinstance(out, tuple) else out for out in outputs)
+        assert float((after - before).abs().max() / before.abs().max()) < 2e-6
+    assert report["stock"]["change"] < 2e-6
+
+
+def test_kept_layers_are_equal_bit_for_bit_where_the_source_has_qk_norm(sources, texts, tmp_path):
+    """In bfloat16: powers of two move between norms and linears, and nothing is rounded."""
+    folder = sources("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}, torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "q_norm" in name or "k_norm" in name:
+            tensor.clamp_(min=0.5)
+    tensors["model.norm.weight"][0] = 0.1  # cannot be stored less 1, and the head is tied
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    surgery.convert(folder, "stock-gated-deltanet", tmp_path / "OUT", calibration=texts, stock={"steps": 0}, quiet=True)
+    original, converted = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        for folder in (folder, tmp_path / "OUT")
+    )
+    x_BTD, positions_BT = torch.randn(2, 20, 32), torch.arange(20)[None].expand(2, -1)
+    rope = original.model.rotary_emb(x_BTD, positions_BT)
+    assert all(torch.equal(a, b) for a, b in zip(rope, converted.model.rotary_emb(x_BTD, positions_BT)))
+    before, after = (
+        model.model.layers[3](x_BTD, position_embeddings=rope, attention_mask=None) for model in (original, converted)
+    )
+    assert torch.equal(before, after)
+    head = [model.lm_head(model.model.norm(x_BTD)) for model in (original, converted)]
+    assert torch.equal(*head) and not converted.config.tie_word_embeddings
+
+
+# -- loading ---------------------------------------------------------------------------------------
+SCRIPT = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+assert "surgery" not in sys.modules and type(model).__name__ == "Qwen3_5ForCausalLM", type(model)
+assert type(model.model.layers[0].linear_attn).__name__ == "Qwen3_5GatedDeltaNet"
+ids = torch.arange(3, 60).view(3, 19)
+assert model(ids).logits.isfinite().all()
+cached, plain = (
+    model.generate(ids, max_new_tokens=12, min_new_tokens=12, do_sample=False, use_cache=use) for use in (True, False)
+)
+assert torch.equal(cached, plain), (cached, plain)
+past = model(ids[:, :9]).past_key_values
+steps = [model(ids[:, t : t + 1], past_key_values=past).logits for t in range(9, 19)]
+change = (torch.cat(steps, 1) - model(ids).logits[:, 9:]).abs().max()
+assert change < 1e-4, change
+"""
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "qwen3"])
+def test_the_folder_loads_without_surgery(stock, name):
+    _, out, _ = stock(name)
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3_5ForCausalLM"] and "quantization_config" not in config
+    assert config["layer_types"] == ["linear_attention", "full_attention"] * 2
+    run = subprocess.run([sys.executable, "-S", "-c", f"import sys; sys.path[:] = {_paths()}\n{SCRIPT}", str(out)], capture_output=True, text=True)  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
+def _paths():
+    """The import path without the folder of surgery."""
+    return [path for path in sys.path if "site-packages" in path or "/lib/python" in path or path.endswith(".zip")]
+
+
+def test_tensors_have_the_dtype_of_the_source(stock):
+    _, out, _ = stock("llama-tied", torch.bfloat16)
+    model, problems = Qwen3_5ForCausalLM.from_pretrained(out, dtype="auto", output_loading_info=True)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert not any(problems[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
+# -- plan and report -------------------------------------------------------------------------------
+def test_plan_report_and_inspect_agree(stock):
+    source, out, report = stock("qwen3")
+    plan = surgery.plan(source, "stock-gated-deltanet", stock={"interval": 2})
+    assert plan["linear_layers"] == [0, 2] == report["stock"]["linear_layers"] and plan["softmax_layers"] == [1, 3]
+    assert plan["state_bytes"] == 2 * 4 * 16 * 16 * 4
+    assert plan["token_bytes"] == {"before": 4 * 2 * 2 * 16 * 4, "after": 2 * 2 * 2 * 16 * 4}
+    assert "Gated DeltaNet" in str(plan) and "QK norm" not in str(plan)
+    assert inspect(str(out))["checks"]["as_reported"] and "Qwen3_5ForCausalLM" in str(report)
+    for record in report["mixers"]:
+        assert list(record["errors"]) == ["copied", "profile", "features", "output", "local"]
+    assert report["held_out"]["tokens"] > 0
+
+
+def test_layers_outside_the_range_keep_softmax(sources):
+    plan = surgery.plan(
+        sources("Qwen3Config", {"head_dim": 16}), "stock-gated-deltanet", stock={"layers": "1:", "interval": 3}
+    )
+    assert plan["linear_layers"] == [1, 3]
+
+
+def test_a_source_without_qk_norm_is_noted(sources):
+    shown = str(surgery.plan(sources("LlamaConfig", {}), "stock-gated-deltanet"))
+    assert "no QK norm" in shown and "frozen in training" in shown
+
+
+# -- refusals --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("reason", REFUSED)
+def test_sources_that_do_not_fit_are_refused_with_the_reason(sources, reason):
+    name, options = REFUSED[reason]
+    with pytest.raises(SurgeryError, match=f"cannot become a stock Qwen3_5ForCausalLM: .*{reason}"):
+        plan_stock(open_checkpoint(str(sources(name, options)), weights=False), load_recipe("stock-gated-deltanet"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"structure": "low_rank"}, "structure: low_rank"),
+        ({"attention": {"mixer": "window", "window": 8}}, "no place for attention"),
+        ({"depth": {"drop": 1}}, "no place for depth"),
+        ({"stock": {"interval": 5}}, "needs a layer with softmax"),
+        ({"stock": {"layers": "3"}}, "convert no layer"),
+        ({"stock": {"interval": 1}}, "interval"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(sources, keys, words):
+    with pytest.raises(SurgeryError, match=words):
+        surgery.plan(sources("Qwen3Config", {"head_dim": 16}), "stock-gated-deltanet", **keys)
+
+
+def test_conversions_that_do_not_fit_are_refused(sources, texts, tmp_path):
+    folder = sources("Qwen3Config", {"head_dim": 16})
+    with pytest.raises(SurgeryError, match="calibration text"):
+        surgery.convert(folder, "stock-gated-deltanet", tmp_path / "A")
+    with pytest.raises(SurgeryError, match="--resume and --overwrite"):
+        surgery.convert(folder, "stock-gated-deltanet", tmp_path / "A", calibration=texts, overwrite=True)
+    with pytest.raises(SurgeryError, match="float16 cannot hold"):
+        surgery.convert(
+            sources("LlamaConfig", {}), "stock-gated-deltanet", tmp_path / "A", calibration=texts, dtype="float16"
+        )
+    with pytest.raises(SurgeryError, match="for checkpoints"):
+        surgery.apply(AutoModelForCausalLM.from_pretrained(folder), "stock-gated-deltanet")
+    assert not list(tmp_path.iterdir())
+
+
+# -- training --------------------------------------------------------------------------------------
+def test_the_recipe_of_the_page_lowers_the_loss_and_leaves_small_weights(tmp_path):
+    """A source without QK norm: the tensors that make the stock one linear are frozen."""
+    tiny = Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
+    surgery.convert(
+        tiny, "stock-gated-deltanet", tmp_path / "OUT", calibration=tiny / "calibration.txt", tokens=512, length=64,
+        stock={"steps": 2}, quiet=True,
+    )  # fmt: skip
+    page = (Path(__file__).resolve().parents[2] / "docs" / "stock.md").read_text(encoding="utf-8")
+    (tmp_path / "heal.yaml").write_text(re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S)[-1])
+    record = surgery.finetune(
+        tmp_path / "OUT", str(tmp_path / "heal.yaml"), teacher=tiny, data=tiny / "calibration.txt", out=tmp_path / "HEALED",
+        overrides={
+            "common.length": 64, "common.batch": 8, "common.rows": 8, "stages.0.tokens": 8192, "precision": "float32",
+            "data.validation": str(tiny / "heldout.txt"), "data.validation_examples": 8,
+        },
+    )  # fmt: skip
+    before, after = (record["validation"][name]["perplexity"] for name in ("before", "after"))
+    assert after < 0.8 * before
+    converted, healed = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("OUT", "HEALED"))
+    assert type(healed) is Qwen3_5ForCausalLM
+    kept = next(index for index, kind in enumerate(healed.config.layer_types) if kind == "full_attention")
+    for name in ("q_proj", "k_proj", "q_norm", "k_norm"):
+        weights = [model.get_parameter(f"model.layers.{kept}.self_attn.{name}.weight") for model in (converted, healed)]
+        assert torch.equal(*weights)
