@@ -35,6 +35,7 @@ from surgery.core.config import MAX_BYTES, check_layer_range, is_layer_selected,
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.planning.attention_recipe import AttentionRecipe
 from surgery.planning.depth_recipe import DepthRecipe
+from surgery.planning.front_recipe import FrontRecipe
 from surgery.planning.renamed import OLD_HEALING_RECIPES, renew_override, renew_recipe, warn_renamed
 from surgery.planning.speed_recipe import SpeedRecipe
 from surgery.structures import STRUCTURES
@@ -186,6 +187,7 @@ class ConversionRecipe(_StrictModel):
     description: str = ""
     aim: str = ""  # with `cost`: for `surgery recipes`
     cost: str = ""
+    front: FrontRecipe | None = None  # of the search that wrote the recipe
     structure: str = "btt"
     keep: Share = 0.5  # or {pattern: share}, see _keep_patterns
     blocks: BlockShape | None = None
