@@ -21,8 +21,7 @@ from pydantic_core import PydanticUndefined
 from surgery.cli.main import app
 from surgery.planning.attention_recipe import AttentionRecipe, HybridRecipe
 from surgery.planning.depth_recipe import DepthRecipe
-from surgery.planning.front_recipe import FrontPoint, FrontRecipe
-from surgery.planning.recipe import ConversionRecipe, NativeRecipe, Rule, TuneRecipe
+from surgery.planning.recipe import ConversionRecipe, FrontPoint, FrontRecipe, NativeRecipe, Rule, TuneRecipe
 from surgery.planning.speed_recipe import SpeedRecipe
 from surgery.training.data.recipe import DataConfig
 from surgery.training.recipe import GuardConfig, HealingRecipe, TeacherConfig

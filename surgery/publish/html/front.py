@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from surgery.planning.front_recipe import format_cost, read_front
+from surgery.publish.front import cost_label, describe_front, format_cost, loss_label, read_front
 from surgery.publish.html.data import PageData
 from surgery.publish.html.sections import figure_html, table_html
 from surgery.publish.html.svg import Axis, Point, scatter_chart
@@ -25,8 +25,8 @@ def front_section(data: PageData) -> str:
         Point(name, "m0", scale * p.value, p.loss, None, (p.low, p.high), filled=name == "this model")
         for name, p in zip(names, front.points)
     ]
-    x, y = Axis(front.cost_label), Axis(f"{front.loss_label}, nats per token")
-    picture = scatter_chart(f"{front.loss_label} against {front.cost_label}", points, names, x, y, False)
+    x, y = Axis(cost_label(front)), Axis(f"{loss_label(front)}, nats per token")
+    picture = scatter_chart(f"{loss_label(front)} against {cost_label(front)}", points, names, x, y, False)
     caption = (
         "Points of the front with their intervals, as surgery search predicted them. The filled one is this model."
     )
@@ -40,9 +40,9 @@ def front_section(data: PageData) -> str:
         )
         for name, p in zip(names, front.points)
     ]
-    heads = ("point", front.cost_label, "of the original", f"{front.loss_label}, nats per token", "interval")
+    heads = ("point", cost_label(front), "of the original", f"{loss_label(front)}, nats per token", "interval")
     return (
         "<h2 id=front>Chosen from a front</h2>"
-        f"<p>{escape(front.describe())}</p>"
+        f"<p>{escape(describe_front(front))}</p>"
         f"{figure_html(picture, caption)}{table_html('The points of the front', heads, rows)}"
     )
