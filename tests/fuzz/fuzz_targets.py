@@ -769,8 +769,12 @@ SEARCH_ROW |= {"damage": 0.1, "error": None, "costs": {"bytes": -64}, "mixer": {
 @fuzz_target(
     "table.json",
     {
-        **{"format": 1, "start": {"source": {"name": "it"}}, "original": {"bytes": 640}, "at": 4096},
-        **{"rows": [SEARCH_ROW], "plans": [{"choices": [SEARCH_ROW["choice"]], "damage": 0.2, "error": 0.01}]},
+        "format": 1,
+        "start": {"source": {"name": "it"}},
+        "original": {"bytes": 640},
+        "at": 4096,
+        "rows": [SEARCH_ROW],
+        "plans": [{"choices": [SEARCH_ROW["choice"]], "damage": 0.2, "error": 0.01}],
     },
 )
 def search_table(path: Path) -> None:
