@@ -334,6 +334,7 @@ def search(
     bits: Sequence[int] = (),
     only: str | None = None,
     healing: bool = True,
+    check: bool = True,
     gains: PathLike | None = None,
     seed: int | None = None,
     device: str | None = None,
@@ -358,6 +359,7 @@ def search(
         bits: in which parts of linears may be stored too, 8 and 4; see `quantize(rules=..)`.
         only: words of kinds of choices, comma-separated, such as "mlp,-btt"; None: all kinds.
         healing: whether to predict the loss after healing, or that of the conversion itself.
+        check: whether to measure each point of the front as a whole, and to choose by that.
         gains: file of what healing gives back; None: the values included.
     """
     from surgery.budget.search import SearchSettings
@@ -377,6 +379,7 @@ def search(
         bits=tuple(bits),
         only=only,
         healing=healing,
+        check=check,
         gains=None if gains is None else Path(gains),
         on=on,
         measured=None if measured is None else Path(measured),

@@ -159,6 +159,12 @@ class Choice:
         return self.kind.family if self.kind else (REMOVED if self.name == REMOVED else "")
 
     @property
+    def families(self) -> frozenset[str]:
+        """The families of its structure and of its bits."""
+        stored = () if self.bits == FULL_BITS else (f"{self.bits} bits",)
+        return frozenset((*((self.family,) if self.family else ()), *stored))
+
+    @property
     def is_change(self) -> bool:
         """Whether the choice changes the model."""
         return self.name != AS_IS or self.bits != FULL_BITS

@@ -1,23 +1,23 @@
-"""The damage of each choice: the KL divergence of the model with one choice changed from the original, in nats per token
-of held-out text.
+"""The damage of choices: the KL divergence of the model in which they are made from the original, in nats per token of
+held-out text.
 
-All choices of several layers are measured in one streamed pass (surgery.conversion.streams). The samples to fit run
-through the original and give the inputs that linears are fitted to and mixers are initialized on; the held-out samples
-run through the original, and for each choice once more from its layer on. Other parts stay as they are, so that a fit
-does not see the errors of other choices.
+Several variants of the model are measured in one streamed pass (surgery.conversion.streams): with one choice each, from
+neighboring layers, or with all choices of a plan. The samples to fit run through the original and give the inputs that
+linears are fitted to and mixers are initialized on; the held-out samples run through the original, and for each variant
+once more from its first changed layer on. So a fit does not see the errors of other choices.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from surgery.budget.choices import ATTENTION, REMOVED, Choice, part_name
+from surgery.budget.choices import ATTENTION, FULL_BITS, REMOVED, Choice, part_name
 from surgery.calibration.attention_samples import all_attention_replaced
 from surgery.calibration.data import CalibrationSet
 from surgery.checkpoint.safetensors_io import DTYPES
@@ -26,12 +26,14 @@ from surgery.conversion.hybrid import init_trial_mixer
 from surgery.conversion.replacement import swapped_modules
 from surgery.conversion.restored import DivergenceScorer
 from surgery.conversion.score import HeldOutScore
-from surgery.conversion.streams import Contexts, Layer, waits_for
+from surgery.conversion.streams import Contexts, Layer
 from surgery.conversion.trial import QuickTrial, uniform_budgets
+from surgery.mixers import Mixer
 from surgery.modeling.quantize import make_storage, quantize_named
+from surgery.planning.targets import Plan
 
-PASS_BYTES = 2**30  # hidden states of the choices that one pass measures
-PASS_CHOICES = 64  # choices that one pass measures, at most; more if one layer has more
+PASS_BYTES = 2**30  # hidden states of the variants that one pass measures
+PASS_VARIANTS = 64  # variants that one pass measures, at most; more if one layer has more choices
 
 
 @dataclass(frozen=True)
@@ -43,25 +45,25 @@ class Damage:
 
 
 class DamagePass:
-    """A pass that measures some choices. plans: of each kind, by part and name. contexts: of the kinds of attention,
-    likewise, whose recipe and plan have the mixer.
+    """A pass that measures variants of the model. variants: the choices that each makes, by its name. plans: of each
+    kind, by part and name. contexts: of the kinds of attention, likewise, whose recipe and plan have the mixer.
     """
 
     def __init__(
         self,
         ctx: ConversionContext,
-        choices: Sequence[Choice],
-        plans: Mapping[tuple[str, str], Any],
+        variants: Mapping[str, Sequence[Choice]],
+        plans: Mapping[tuple[str, str], Plan],
         contexts: Mapping[tuple[str, str], ConversionContext],
         done: Callable[[], None],
     ):
         self.ctx, self.contexts, self.done = replace(ctx, runner=ctx.runner.single_process()), contexts, done
-        linears = [choice for choice in choices if choice.kind is not None and choice.kind.part != ATTENTION]
-        plan_of = {choice.key: plan_of_choice(plans, choice) for choice in linears}
-        budgets = {key: uniform_budgets(plan) for key, plan in plan_of.items()}
-        first = {choice.key: choice.layer for choice in linears}
+        self.variants = variants
+        order = {layer: number for number, layer in enumerate(ctx.plan.layout.layers)}
+        first = {name: min((c.layer for c in chosen), key=order.__getitem__) for name, chosen in variants.items()}
+        plan_of = {name: plan_of_choices(ctx.plan, plans, chosen) for name, chosen in variants.items()}
+        budgets = {name: uniform_budgets(plan) for name, plan in plan_of.items()}
         self.trial = QuickTrial(self.ctx, budgets, done, plan_of, first)
-        self.others = [choice for choice in choices if choice.key not in first]
         self.parts: dict[str, list[str]] = {}  # the linears of each part
         for (part, _), plan in plans.items():
             for target in (target for slices in plan.targets.values() for target in slices if part != ATTENTION):
@@ -69,35 +71,55 @@ class DamagePass:
                 paths += [linear.path for linear in target.all_linears if linear.path not in paths]
 
     def run(self) -> dict[str, Damage]:
-        """Return the damage of each choice, by its key."""
-        final = self.trial.streams([choice.key for choice in self.others]).run(self, self.done)
+        """Return the damage of each variant, by its name."""
+        final = self.trial.streams().run(self, self.done)
         samples = self.ctx.samples
         held = {name: x[samples.n_fit :] for name, x in samples.inputs.items()}
         scorer = DivergenceScorer(self.ctx, CalibrationSet(held, 0, samples.rows - samples.n_fit, samples.packed))
-        keys = [*self.trial.contenders, *(choice.key for choice in self.others)]
-        return {key: _damage(scorer.score(final["held out"], final[key])) for key in keys}
+        return {name: _damage(scorer.score(final["held out"], final[name])) for name in self.variants}
 
     def visit(self, layer: Layer) -> Contexts:
-        """Replace the parts of this layer that choices replace, each in its own stream."""
+        """Replace the parts of this layer that choices replace, each variant in its own stream."""
         contexts = dict(self.trial.visit(layer))
-        for choice in self.others:
-            if waits_for(self.ctx.plan.layout, layer.path, choice.layer):
-                continue
-            if choice.layer != layer.path:
-                contexts[choice.key] = nullcontext()
-                continue
-            layer.branch("held out", choice.key)
-            if choice.name == REMOVED:  # its rows go on as they came in
-                continue
-            if choice.kind is None:
-                rounded = self._rounded(choice)
-                contexts[choice.key] = swapped_modules(layer.call.layer, layer.path, rounded)
-                continue
-            of_kind = self.contexts[choice.kind.part, choice.kind.name]
-            mixer = init_trial_mixer(replace(of_kind, runner=self.ctx.runner), layer.call)
-            path = of_kind.plan.attention_targets[layer.path].path
-            contexts[choice.key] = all_attention_replaced(self.ctx.model, {path: mixer})
+        mixers: dict[str, Mixer] = {}  # by kind: variants share them
+        for name, chosen in self.variants.items():
+            here = [choice for choice in chosen if choice.layer == layer.path]
+            if any(choice.name == REMOVED for choice in here):  # its rows go on as they came in
+                del contexts[name]
+            elif here:
+                attention = {
+                    self._attention_path(choice): self._mixer(choice, layer, mixers)
+                    for choice in here
+                    if choice.part == ATTENTION
+                }
+                rounded = [choice for choice in here if choice.bits != FULL_BITS]
+                contexts[name] = self._replaced(layer, contexts[name], attention, rounded)
         return contexts
+
+    def _attention_path(self, choice: Choice) -> str:
+        assert choice.kind is not None
+        return self.contexts[ATTENTION, choice.kind.name].plan.attention_targets[choice.layer].path
+
+    def _mixer(self, choice: Choice, layer: Layer, mixers: dict[str, Mixer]) -> Mixer:
+        assert choice.kind is not None
+        name = choice.kind.name
+        if name not in mixers:
+            mixers[name] = init_trial_mixer(replace(self.contexts[ATTENTION, name], runner=self.ctx.runner), layer.call)
+        return mixers[name]
+
+    @contextmanager
+    def _replaced(
+        self,
+        layer: Layer,
+        linears: AbstractContextManager[Any],
+        attention: dict[str, Mixer],
+        rounded: Sequence[Choice],
+    ) -> Iterator[None]:
+        """Replace linears, then attention, and round the linears of these choices as they are then."""
+        with linears, all_attention_replaced(self.ctx.model, attention):
+            integers = {path: module for choice in rounded for path, module in self._rounded(choice).items()}
+            with swapped_modules(layer.call.layer, layer.path, integers):
+                yield
 
     def _rounded(self, choice: Choice) -> dict[str, nn.Module]:
         """Return the linears of a part in integers, by path. The layer is loaded."""
@@ -113,20 +135,26 @@ def _damage(score: HeldOutScore) -> Damage:
     return Damage(max(score.converted, 0.0), score.difference_se)
 
 
-def plan_of_choice(plans: Mapping[tuple[str, str], Any], choice: Choice) -> Any:
-    """Return the plan of a choice of linears: that of its kind, in its layer alone."""
-    assert choice.kind is not None
-    plan = plans[choice.kind.part, choice.kind.name]
-    return replace(plan, targets=plan.targets_in_layer(choice.layer), pruned_targets={})
+def plan_of_choices(plan: Plan, plans: Mapping[tuple[str, str], Plan], chosen: Sequence[Choice]) -> Plan:
+    """Return the plan with the targets of the linears that these choices replace. plans: of each kind."""
+    kinds = [(choice.layer, choice.kind) for choice in chosen if choice.kind is not None]
+    targets = [plans[kind.part, kind.name].targets_in_layer(layer) for layer, kind in kinds if kind.part != ATTENTION]
+    merged = {path: slices for some in targets for path, slices in some.items()}
+    return replace(plan, targets=merged, pruned_targets={})
 
 
-def steps(ctx: ConversionContext, choices: Iterable[Choice]) -> Iterator[list[Choice]]:
-    """Yield the choices in groups that one pass measures: those of neighboring layers."""
+def pass_size(ctx: ConversionContext) -> int:
+    """Return how many variants one pass measures."""
     samples = ctx.samples
     tokens = samples.tokens() // samples.rows * (samples.rows - samples.n_fit)
     config = ctx.model.config.get_text_config()
     row_bytes = 4 * tokens * getattr(config, "hidden_size", 1)
-    most = max(1, min(PASS_CHOICES, PASS_BYTES // row_bytes))
+    return max(1, min(PASS_VARIANTS, PASS_BYTES // row_bytes))
+
+
+def steps(ctx: ConversionContext, choices: Iterable[Choice]) -> Iterator[list[Choice]]:
+    """Yield the choices in groups that one pass measures: those of neighboring layers."""
+    most = pass_size(ctx)
     group: list[Choice] = []
     by_layer: dict[str, list[Choice]] = {}
     for choice in choices:

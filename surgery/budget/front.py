@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from surgery.budget.solver import Problem, Solution, binding, lowest_cost, solve
 
@@ -13,16 +13,42 @@ class Front:
     """The solutions of a search.
 
     asked: at the limits themselves. binds: names of the limits that bind there. others: at other values of the first
-    limit, from the smallest to the original's.
+    limit, from the smallest to the original's. rivals: at the limits too, each without one family of the choices of
+    `asked`, by its name.
     """
 
     asked: Solution
     binds: list[str]
     others: list[Solution]
+    rivals: dict[str, Solution] = field(default_factory=dict)
 
 
-def find_front(problem: Problem, limits: Mapping[str, float], points: int) -> Front:
-    """Return the solution at the limits, and up to `points` others that sweep the first limit and keep the rest."""
+def find_rivals(
+    problem: Problem, limits: Mapping[str, float], asked: Solution, families: Mapping[str, frozenset[str]]
+) -> dict[str, Solution]:
+    """Return the solution at the limits without each family of the choices of `asked`, where there is one.
+
+    families: of the options that have some, by name of the option. The sum of losses, which the solver minimizes, may
+    underestimate one family more than another: where plans are measured as a whole, these differ enough to show it.
+    """
+    rivals: dict[str, Solution] = {}
+    found = {frozenset(option.name for option in asked.options)}
+    for family in sorted({family for option in asked.options for family in families.get(option.name, ())}):
+        options = tuple(option for option in problem.options if family not in families.get(option.name, ()))
+        solution = solve(Problem(options, problem.base), limits)
+        names = frozenset(option.name for option in solution.options)
+        if not solution.excess and names not in found:
+            found.add(names)
+            rivals[family] = solution
+    return rivals
+
+
+def find_front(
+    problem: Problem, limits: Mapping[str, float], points: int, families: Mapping[str, frozenset[str]] | None = None
+) -> Front:
+    """Return the solution at the limits, up to `points` others that sweep the first limit and keep the rest, and with
+    `families` its rivals (see `find_rivals`).
+    """
     asked = solve(problem, limits)
     swept, *_ = limits
     rest = {name: limit for name, limit in limits.items() if name != swept}
@@ -36,4 +62,5 @@ def find_front(problem: Problem, limits: Mapping[str, float], points: int) -> Fr
         solution = solve(problem, {swept: limit, **rest})
         found.setdefault(frozenset(option.name for option in solution.options), solution)
     found.pop(frozenset(option.name for option in asked.options), None)
-    return Front(asked, binding(problem, limits, asked), list(found.values()))
+    rivals = {} if asked.excess else find_rivals(problem, limits, asked, families or {})
+    return Front(asked, binding(problem, limits, asked), list(found.values()), rivals)

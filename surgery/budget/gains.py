@@ -28,6 +28,7 @@ from surgery.core.files import parse_json, read_json
 
 FLOOR = 0.002  # nats per token
 COVERAGE = 0.95
+COVERAGE_QUANTILE = 1.96  # half an interval of this coverage in standard errors
 MAX_ROWS = 100_000
 
 Nats = Annotated[float, Field(gt=-1e3, lt=1e3, allow_inf_nan=False)]
@@ -156,18 +157,18 @@ class Term:
         return self.gain.gain * self.damage
 
 
-def interval(terms: Sequence[Term]) -> tuple[float, float]:
-    """Return the interval of the sum of predicted losses.
+def interval(terms: Sequence[Term], noise: float = 0.0) -> tuple[float, float]:
+    """Return the interval of the sum of predicted losses. noise: half the interval of a further, independent error.
 
     The gain of a family errs alike in all of its choices, those of different families and the damages err
     independently: variances above and below the prediction are summed.
     """
     total = math.fsum(term.healed for term in terms)
-    below = above = 0.0
+    below = above = noise**2
     for family in dict.fromkeys(term.family for term in terms):
         mine = [term for term in terms if term.family == family]
         damage, gain = math.fsum(term.damage for term in mine), mine[0].gain
-        noise = sum((1.96 * gain.gain * term.error) ** 2 for term in mine)
-        below += ((gain.gain - gain.low) * damage) ** 2 + noise
-        above += ((gain.high - gain.gain) * damage) ** 2 + noise
+        error = sum((COVERAGE_QUANTILE * gain.gain * term.error) ** 2 for term in mine)
+        below += ((gain.gain - gain.low) * damage) ** 2 + error
+        above += ((gain.high - gain.gain) * damage) ** 2 + error
     return max(0.0, total - math.sqrt(below)), total + math.sqrt(above)

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from surgery.core.errors import SurgeryError
+from surgery.publish.front import COST_LABELS
 
 SIZES = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 SIZES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -24,11 +25,11 @@ class Measure:
 
 
 MEASURES = {
-    "parameters": Measure("parameters", "--max-parameters", "parameters", COUNTS),
-    "bytes": Measure("bytes", "--max-bytes", "bytes", SIZES),
-    "cache": Measure("cache", "--max-cache-bytes", "cache bytes", SIZES),
-    "decode": Measure("decode", "--max-decode-ms", "ms of a decoding step", TIMES),
-    "prefill": Measure("prefill", "--max-prefill-ms", "ms of the prompt", TIMES),
+    "parameters": Measure("parameters", "--max-parameters", COST_LABELS["parameters"], COUNTS),
+    "bytes": Measure("bytes", "--max-bytes", COST_LABELS["bytes"], SIZES),
+    "cache": Measure("cache", "--max-cache-bytes", COST_LABELS["cache"], SIZES),
+    "decode": Measure("decode", "--max-decode-ms", COST_LABELS["decode"], TIMES),
+    "prefill": Measure("prefill", "--max-prefill-ms", COST_LABELS["prefill"], TIMES),
 }
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from surgery.budget.limits import MEASURES
-from surgery.budget.summary import format_value, point_name
+from surgery.budget.summary import point_name
 from surgery.core.files import atomic_path
+from surgery.publish.front import format_cost
 
 COLOR, BASE_COLOR, LIMIT_COLOR = "#0072b2", "#666666", "#d55e00"
 
@@ -25,6 +26,11 @@ def draw_front(result: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(7.0, 4.3), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(xs, ys, "o-", color=COLOR, ms=4, lw=1)
+    if any(point["measured"] is not None for point in points):
+        whole = [(x, point["measured"]) for x, point in zip(xs, points) if point["measured"] is not None]
+        axes.plot(*zip(*whole), "s", color=BASE_COLOR, ms=4, mfc="none", label="before healing, measured")
+        sums = [point["damage"] for point in points]
+        axes.plot(xs, sums, ":", color=BASE_COLOR, lw=1, label="before healing, sum of choices")
     axes.fill_between(xs, [p["low"] for p in points], [p["high"] for p in points], color=COLOR, alpha=0.18, linewidth=0)
     axes.plot([asked["costs"][swept]], [asked["loss"]], "D", color=LIMIT_COLOR, ms=8, label=point_name(asked))
     axes.axvline(result["limits"][swept], color=BASE_COLOR, lw=0.8, ls="--", label=MEASURES[swept].option)
@@ -32,10 +38,10 @@ def draw_front(result: dict[str, Any], path: Path) -> None:
         number = point_name(point).removeprefix("recipe-").removeprefix("bits-").removesuffix(".yaml")
         place = point["costs"][swept], point["loss"]
         axes.annotate(number, place, xytext=(3, 5), textcoords="offset points", fontsize=8)
-    axes.set_yscale("symlog", linthresh=max(1e-6, max(ys) / 1000))
+    axes.set_yscale("symlog", linthresh=max(1e-6, max(ys) / 100))
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(6))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_value(swept, x)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_cost(swept, x)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.3g}"))
     axes.set(
         xlabel=MEASURES[swept].label,

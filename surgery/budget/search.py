@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,24 @@ from surgery.budget.choices import (
     kind_recipe,
     with_bits,
 )
-from surgery.budget.damage import Damage, DamagePass, steps
-from surgery.budget.front import find_front
-from surgery.budget.gains import Gain, Term, interval, read_gains
+from surgery.budget.damage import Damage, DamagePass, pass_size, steps
+from surgery.budget.front import Front, find_front
+from surgery.budget.gains import read_gains
 from surgery.budget.limits import MEASURES, parse_limit
 from surgery.budget.picture import draw_front
+from surgery.budget.predict import Predictor
 from surgery.budget.recipes import bits_of, recipe_of, recipe_text, yaml_text
-from surgery.budget.solver import Option, Problem, Solution
-from surgery.budget.table import TABLE_NAME, Row, measured_damages, read_table, table_start, write_table
+from surgery.budget.solver import Solution
+from surgery.budget.table import (
+    TABLE_NAME,
+    PlanKey,
+    Row,
+    measured_damages,
+    plan_key,
+    read_table,
+    table_start,
+    write_table,
+)
 from surgery.budget.times import PHASES, find_device
 from surgery.calibration.data import CalibrationSet
 from surgery.calibration.layer_runner import LayerRunner
@@ -67,7 +78,7 @@ class SearchSettings:
     """What a search reads and where it runs. calibration, tokens, length, seed: as in a conversion recipe; None: the
     recipe's default. at: tokens of a sequence whose cache and multiply-accumulates count. points: of the front. bits: in which parts of linears may be stored beside their dtype, 8 and 4. only:
     words of the kinds of choices, comma-separated (surgery.eval.speed.selection). healing: whether the loss after
-    healing is predicted, and not that of the conversion itself. gains: a file of gains; None: those of this package.
+    healing is predicted, and not that of the conversion itself. check: whether the points of the front are measured as a whole. gains: a file of gains; None: those of this package.
     on, measured: the device whose times count, and a file of `surgery bench linear --out` (surgery/budget/times.py).
     """
 
@@ -80,6 +91,7 @@ class SearchSettings:
     bits: tuple[int, ...] = ()
     only: str | None = None
     healing: bool = True
+    check: bool = True
     gains: Path | None = None
     on: str | None = None
     measured: Path | None = None
@@ -141,13 +153,16 @@ def search(
         for note in choices.notes:
             progress.say(f"note: {note}")
         measuring = Measuring(folder, model, choices, out, settings, counting, progress=progress)
-        predictor = Predictor(measuring.run(), gains)
+        predictor = Predictor(measuring.run(), gains, measuring.plans)
         every = with_bits(choices, model, settings.bits, measuring.counting)
         usable = [choice for choice in every if not choice.is_change or settings.selects(choice)]
-        front = find_front(predictor.problem(usable, choices.base), wanted, settings.points)
-        result = write_result(
-            out, replace(choices, choices=usable), [front.asked, *front.others], predictor, settings, wanted
-        )
+        families = {choice.key: choice.families for choice in usable if settings.check}
+        front = find_front(predictor.problem(usable, choices.base), wanted, settings.points, families)
+        by_key = {choice.key: choice for choice in usable}
+        if settings.check:
+            solutions = [front.asked, *front.others, *front.rivals.values()]
+            measuring.measure_plans([[by_key[option.name] for option in s.options] for s in solutions])
+        result = write_result(out, replace(choices, choices=usable), front, predictor, settings, wanted)
         result["times"] = counting.device.describe() if counting.device is not None else ""
         result |= {"binds": front.binds, "excess": dict(front.asked.excess), "notes": choices.notes}
         write_json(out / FRONT_NAME, result)
@@ -159,7 +174,8 @@ def search(
 class Measuring:
     """The measurement of all damages of a model, in steps that are written to SEARCH/table.json one by one.
 
-    choices: with final costs after `run`: those of MLR attention follow from measurements.
+    choices: with final costs after `run`: those of MLR attention follow from measurements. inputs, samples, start: set
+    by `run`: the calibration text, and what must be equal when a search goes on.
     """
 
     def __init__(
@@ -178,6 +194,10 @@ class Measuring:
         self.settings, self.progress = settings, progress
         self.mixers: dict[str, dict[str, Any]] = {}  # configs that measurements chose, by name of the choice
         self.contexts: dict[tuple[str, str], ConversionContext] = {}  # of the kinds of attention
+        self.ctx: ConversionContext | None = None
+        self.has_grams = False
+        self.damages: dict[str, Damage] = {}
+        self.plans: dict[PlanKey, Damage] = {}  # damages of plans measured as a whole
 
     def run(self) -> dict[str, Damage]:
         """Return the damage of each choice that changes the model, by its name."""
@@ -187,25 +207,46 @@ class Measuring:
             raise SurgeryError("search: give --calibration, a text on which choices are measured")
         samples = CalibrationSet.from_inputs(inputs.tensors, recipe.holdout)
         self._leave_out_wide_windows(samples)
-        start = table_start(self.model, self.settings.keys(), samples.digest())
-        changes = self._measured_choices()
-        rows = read_table(self.out, start, {choice.key for choice in changes})
-        damages = measured_damages(rows, changes)
-        self._restore_mixers(rows)
-        missing = [choice for choice in changes if choice.key not in damages and self.settings.selects(choice)]
-        if missing:
-            self._measure(samples, start, missing, damages, [*inputs.notes])
-        self._write(start, damages)
-        return damages
-
-    def _measured_choices(self) -> list[Choice]:
-        """Return the choices that have rows in the table, with their costs."""
+        self.inputs, self.samples = inputs, samples
+        self.start = table_start(self.model, self.settings.keys(), samples.digest())
         every = with_bits(self.choices, self.model, BITS, self.counting)
-        return [choice for choice in every if choice.is_measured]
+        changes = [choice for choice in every if choice.is_measured]
+        stored = read_table(
+            self.out,
+            self.start,
+            {choice.key for choice in changes},
+            {choice.key for choice in every if choice.is_change},
+        )
+        self.damages, self.plans = measured_damages(stored.rows, changes), stored.plans
+        self._restore_mixers(stored.rows)
+        missing = [choice for choice in changes if choice.key not in self.damages and self.settings.selects(choice)]
+        if missing:
+            self._measure(missing)
+        self._write()
+        return self.damages
 
-    def _write(self, start: Mapping[str, Any], damages: Mapping[str, Damage]) -> None:
-        choices = replace(self.choices, choices=self._measured_choices())
-        write_table(self.out, start, choices, damages, self.mixers, self.settings.at)
+    def measure_plans(self, plans: Iterable[Sequence[Choice]]) -> None:
+        """Measure plans as a whole, those that were not, and write the table after each pass. `run` was called."""
+        missing = {plan_key(chosen): [choice for choice in chosen if choice.is_change] for chosen in plans}
+        missing = {key: chosen for key, chosen in missing.items() if chosen and key not in self.plans}
+        if not missing:
+            return
+        with self._fast_matmul():
+            ctx = self._prepare([choice for chosen in missing.values() for choice in chosen])
+            most, keys = pass_size(ctx), list(missing)
+            groups = [keys[first : first + most] for first in range(0, len(keys), most)]
+            for number, group in enumerate(groups, 1):
+                found = self._run_pass(
+                    {" + ".join(key): missing[key] for key in group},
+                    f"measuring {len(keys)} whole plans, step {number} of {len(groups)}",
+                )
+                self.plans |= {key: found[" + ".join(key)] for key in group}
+                self._write()
+
+    def _write(self) -> None:
+        every = with_bits(self.choices, self.model, BITS, self.counting)
+        choices = replace(self.choices, choices=[choice for choice in every if choice.is_measured])
+        write_table(self.out, self.start, choices, self.damages, self.mixers, self.plans, self.settings.at)
 
     def _leave_out_wide_windows(self, samples: CalibrationSet) -> None:
         """Leave out mixers whose window holds whole samples: nothing shows what they lose."""
@@ -222,30 +263,38 @@ class Measuring:
                 self.progress.say(f"note: {self.choices.notes[-1]}")
 
     # -- measuring ---------------------------------------------------------------------------------
-    def _measure(
-        self,
-        samples: CalibrationSet,
-        start: Mapping[str, Any],
-        missing: list[Choice],
-        damages: dict[str, Damage],
-        warnings: list[str],
-    ) -> None:
-        """Add the damages of the missing choices, and write the table after each step."""
-        device = choose_device(self.settings.device)
-        with fast_float32_matmul(device, self.model.most_parameters(self.choices.layers)):
-            ctx = self._context(samples)
-            score = score_text(ctx)
-            for warning in [*warnings, *(score.warnings if score else [])]:
-                self.progress.say(f"warning: {warning}")
-            self._set_contexts(ctx, {choice.kind for choice in missing if choice.kind is not None})
-            if any(choice.kind is not None and choice.kind.part != ATTENTION for choice in missing):
-                measure_rank_errors(ctx)  # writes the Gram matrices of the output gradients
-            groups = list(steps(ctx, missing))
+    def _measure(self, missing: list[Choice]) -> None:
+        """Measure the damages of the missing choices, and write the table after each step."""
+        with self._fast_matmul():
+            groups = list(steps(self._prepare(missing), missing))
             for number, group in enumerate(groups, 1):
                 title = f"measuring choices, step {number} of {len(groups)}"
-                with self.progress.bar(title, len(ctx.plan.layout.layers)) as tick:
-                    damages |= DamagePass(ctx, group, self.choices.plans, self.contexts, tick).run()
-                self._write(start, damages)
+                self.damages |= self._run_pass({choice.key: [choice] for choice in group}, title)
+                self._write()
+
+    def _run_pass(self, variants: Mapping[str, Sequence[Choice]], title: str) -> dict[str, Damage]:
+        """Return the damage of variants that one pass measures, by name. `_prepare` was called for their choices."""
+        ctx = self._prepare([])
+        with self.progress.bar(title, len(ctx.plan.layout.layers)) as tick:
+            return DamagePass(ctx, variants, self.choices.plans, self.contexts, tick).run()
+
+    def _fast_matmul(self) -> AbstractContextManager[None]:
+        device = choose_device(self.settings.device)
+        return fast_float32_matmul(device, self.model.most_parameters(self.choices.layers))
+
+    def _prepare(self, choices: Iterable[Choice]) -> ConversionContext:
+        """Return the context in which these choices can be measured, which is made once."""
+        if self.ctx is None:
+            self.ctx = self._context(self.samples)
+            score = score_text(self.ctx)
+            for warning in [*self.inputs.notes, *(score.warnings if score else [])]:
+                self.progress.say(f"warning: {warning}")
+        kinds = {choice.kind for choice in choices if choice.kind is not None}
+        self._set_contexts(self.ctx, {kind for kind in kinds if (kind.part, kind.name) not in self.contexts})
+        if not self.has_grams and any(kind.part != ATTENTION for kind in kinds):
+            measure_rank_errors(self.ctx)  # writes the Gram matrices of the output gradients
+            self.has_grams = True
+        return self.ctx
 
     def _context(self, samples: CalibrationSet) -> ConversionContext:
         """Return the context of all linears: their targets, and pruned MLPs beside them, as a quick trial fits them."""
@@ -330,83 +379,74 @@ class Measuring:
 
 
 # -- the result ------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Predictor:
-    """Predicted losses. damages: of the choices, by name. gains: of families; a family without one has the gain 1."""
-
-    damages: Mapping[str, Damage]
-    gains: Mapping[str, Gain]
-
-    def terms(self, choice: Choice) -> list[Term]:
-        """Return the damage of a choice with its gain, and that of its bits, which are chosen after healing."""
-        terms = []
-        if choice.name != AS_IS:
-            damage = self.damages[replace(choice, bits=FULL_BITS).key]
-            gain = self.gains.get(choice.family, Gain())
-            terms.append(Term(choice.family, damage.nats, damage.error or 0.0, gain))
-        if choice.bits != FULL_BITS:
-            damage = self.damages[choice.rounding]
-            terms.append(Term("bits", damage.nats, damage.error or 0.0, Gain()))
-        return terms
-
-    def problem(self, choices: Sequence[Choice], base: Mapping[str, int]) -> Problem:
-        """Return the problem of the solver: an option for each choice, with its predicted loss. base: costs of the
-        original.
-        """
-        options = tuple(
-            Option(c.key, c.covers, sum(term.healed for term in self.terms(c)), dict(c.costs)) for c in choices
-        )
-        return Problem(options, base)
-
-    def losses(self, chosen: Sequence[Choice]) -> dict[str, float]:
-        """Return the predicted loss of a whole plan with its interval, and that of the conversion before healing."""
-        terms = [term for choice in chosen for term in self.terms(choice)]
-        low, high = interval(terms)
-        damage = sum(term.damage for term in terms)
-        return {"loss": sum(term.healed for term in terms), "low": low, "high": high, "damage": damage}
-
-
 def write_result(
-    out: Path,
-    choices: Choices,
-    solutions: Sequence[Solution],
-    predictor: Predictor,
-    settings: SearchSettings,
-    limits: Mapping[str, int],
+    out: Path, choices: Choices, front: Front, predictor: Predictor, settings: SearchSettings, limits: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Write the recipe of each solution; return what front.json holds of them."""
+    """Write the recipe of each solution; return what front.json holds of them. The first point is the one within the
+    limits with the lowest predicted loss, a rival among them; without measured plans it is the solver's.
+    """
     by_key = {choice.key: choice for choice in choices.choices}
+
+    def entry(solution: Solution) -> dict[str, Any]:
+        chosen = [by_key[option.name] for option in solution.options]
+        costs = {cost: int(value) for cost, value in solution.costs.items()}
+        return {**predictor.losses(chosen), "gap": solution.gap, "costs": costs, "choices": counts(chosen)}
+
     for old in [*out.glob(RECIPE_NAME.format("*")), *out.glob(BITS_NAME.format("*"))]:
         old.unlink()
+    solutions = [front.asked, *front.others]
+    rivals = {family: entry(solution) for family, solution in front.rivals.items()}
+    if settings.check and not front.asked.excess:
+        within = [s for s in solutions if all(s.costs[name] <= limit for name, limit in limits.items())]
+        best = min([*within, *front.rivals.values()], key=lambda solution: float(entry(solution)["loss"]))
+        solutions = [best, *(solution for solution in solutions if solution is not best)]
+    entries = [entry(solution) for solution in solutions]
     points: list[dict[str, Any]] = []
-    for number, solution in enumerate(solutions, 1):
+    for number, (solution, found) in enumerate(zip(solutions, entries), 1):
         chosen = [by_key[option.name] for option in solution.options]
         name = RECIPE_NAME.format(number) if any(choice.family for choice in chosen) else None
         rules, bits = bits_of(choices, chosen), BITS_NAME.format(number)
-        costs = {cost: int(value) for cost, value in solution.costs.items()}
-        points.append(
-            {
-                "recipe": name,
-                "bits": bits if rules else None,
-                **predictor.losses(chosen),
-                "gap": solution.gap,
-                "costs": costs,
-                "choices": counts(chosen),
-            }
-        )
+        points.append({"recipe": name, "bits": bits if rules else None, **found})
         if name is not None:
             data = recipe_of(choices, chosen, settings.keys(), "chosen by surgery search")
-            write_text(out / name, recipe_text(data))
+            front_data = front_of(entries, number, limits, choices.base, settings)
+            write_text(out / name, recipe_text({**data, "front": front_data}))
         if rules is not None:
             write_text(out / bits, yaml_text(rules))
-    families = dict.fromkeys(choice.family for choice in choices.choices if choice.family)
+    names = dict.fromkeys(choice.family for choice in choices.choices if choice.family)
     return {
         "at": settings.at,
         "limits": dict(limits),
         "original": choices.base,
         "healing": settings.healing,
-        "not_fitted": [family for family in families if family not in predictor.gains] if settings.healing else [],
+        "not_fitted": [family for family in names if family not in predictor.gains] if settings.healing else [],
         "points": points,
+        "rivals": rivals,
+    }
+
+
+def front_of(
+    entries: Sequence[Mapping[str, Any]],
+    number: int,
+    limits: Mapping[str, int],
+    original: Mapping[str, int],
+    settings: SearchSettings,
+) -> dict[str, Any]:
+    """Return the key `front` of the recipe of a point. number: of the point, from 1."""
+    swept, limit = next(iter(limits.items()))
+    points = [
+        {"value": entry["costs"][swept], **{key: float(f"{entry[key]:.4g}") for key in ("loss", "low", "high")}}
+        for entry in entries
+    ]
+    order = sorted(range(len(points)), key=lambda index: int(points[index]["value"]))
+    return {
+        "cost": swept,
+        "limit": limit,
+        "original": original[swept],
+        "at": settings.at,
+        "healing": settings.healing,
+        "chosen": order.index(number - 1) + 1,
+        "points": [points[index] for index in order],
     }
 
 

@@ -251,5 +251,5 @@ def _row(problem: Problem, name: str, limit: float) -> tuple[list[float], float,
         limit_step = float(step)
     else:
         limit_step = 1.0
-    unit = max(max(abs(term) for term in terms), 1e-30)
+    unit = max(abs(term) for term in terms) or max(abs(bound), 1.0)  # where no option changes the cost
     return [term / unit for term in terms], bound / unit, unit * limit_step

@@ -7,10 +7,12 @@ from typing import Any
 
 from rich.markup import escape
 
+from surgery.budget.gains import COVERAGE_QUANTILE
 from surgery.budget.limits import MEASURES
 from surgery.budget.times import PHASES
 from surgery.core.files import size_text
 from surgery.core.tables import format_count, format_tokens, new_table
+from surgery.publish.front import format_cost
 
 
 def search_lines(result: dict[str, Any]) -> list[Any]:
@@ -20,8 +22,10 @@ def search_lines(result: dict[str, Any]) -> list[Any]:
     cache = f"cache at {format_tokens(result['at'])}"
     timed = [phase for phase in PHASES if phase in original]
     columns = [f"{phase}, ms" for phase in timed]
+    checked = any(point["measured"] is not None for point in points)
+    damages = ["sum of choices", *(["measured together"] if checked else [])]
     table = new_table(
-        "front: one row for each recipe", "recipe", loss, "converted", "parameters", "bytes", cache, *columns
+        "front: one row for each recipe", "recipe", loss, *damages, "parameters", "bytes", cache, *columns
     )
     swept = next(iter(result["limits"]))
     for number, point in sorted(enumerate(points), key=lambda item: item[1]["costs"][swept]):
@@ -31,12 +35,14 @@ def search_lines(result: dict[str, Any]) -> list[Any]:
             f"{name} *" if number == 0 else name,
             f"{point['loss']:.2g} [{point['low']:.2g}, {point['high']:.2g}]",
             f"{point['damage']:.2g}",
+            *([_measured(point)] if checked else []),
             _share(costs["parameters"], original["parameters"], format_count),
             _share(costs["bytes"], original["bytes"], size_text),
             _share(costs["cache"], original["cache"], size_text),
-            *(_share(costs[phase], original[phase], partial(format_value, phase)) for phase in timed),
+            *(_share(costs[phase], original[phase], partial(format_cost, phase)) for phase in timed),
         )
     lines: list[Any] = [table, "* at your limits. Predicted losses: nats per token of KL divergence from the original"]
+    lines += check_lines(result)
     if result["times"]:
         lines.append(escape(result["times"]))
     if result["not_fitted"]:
@@ -55,6 +61,22 @@ def search_lines(result: dict[str, Any]) -> list[Any]:
     return lines
 
 
+def check_lines(result: dict[str, Any]) -> list[str]:
+    """Return sentences on the plans that were measured as a whole, [] if none was."""
+    points, rivals = result["points"], result["rivals"]
+    ratios = [p["measured"] / p["damage"] for p in [*points, *rivals.values()] if p["measured"] and p["damage"]]
+    lines = []
+    if ratios:
+        lines.append(
+            f"measured together, choices lose {min(ratios):.2g} to {max(ratios):.2g} times the sum of what each loses "
+            "alone. Predicted losses are scaled by it"
+        )
+    if rivals:
+        losses = ", ".join(f"without {family.replace('_', '-')} {p['loss']:.2g}" for family, p in rivals.items())
+        lines.append(f"measured too at your limits: {losses}. {point_name(points[0])} has the lowest predicted loss")
+    return lines
+
+
 def point_name(point: dict[str, Any]) -> str:
     """Return the file of a point of the front, or "the original"."""
     return str(point["recipe"] or point["bits"] or "the original")
@@ -64,9 +86,9 @@ def limit_lines(result: dict[str, Any]) -> list[str]:
     """Return sentences on the limits: which are exceeded, and which bind."""
     reached = result["points"][0]["costs"]
     exceeded = [
-        f"{MEASURES[name].option} cannot be met: the nearest choice has {format_value(name, reached[name])} "
-        f"{MEASURES[name].label}, {format_value(name, excess)} more than the limit of "
-        f"{format_value(name, result['limits'][name])}"
+        f"{MEASURES[name].option} cannot be met: the nearest choice has {format_cost(name, reached[name])} "
+        f"{MEASURES[name].label}, {format_cost(name, excess)} more than the limit of "
+        f"{format_cost(name, result['limits'][name])}"
         for name, excess in result["excess"].items()
     ]
     binding = [MEASURES[name].option for name in result["binds"]]
@@ -75,11 +97,11 @@ def limit_lines(result: dict[str, Any]) -> list[str]:
     return [f"what binds: {', '.join(binding)}" if binding else "what binds: no limit; the original meets them"]
 
 
-def format_value(name: str, value: float) -> str:
-    """Format a value of a cost."""
-    if name in PHASES:
-        return f"{value / 1e6:.3g}"
-    return format_count(round(value)) if name == "parameters" else size_text(value)
+def _measured(point: dict[str, Any]) -> str:
+    if point["measured"] is None:
+        return ""
+    error = point["measured_error"]
+    return f"{point['measured']:.2g}" + (f" ± {COVERAGE_QUANTILE * error:.1g}" if error is not None else "")
 
 
 def _share(value: float, original: float, form: Any) -> str:

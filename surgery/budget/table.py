@@ -7,7 +7,8 @@ it. Costs are counted again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,6 +23,8 @@ from surgery.core.files import check_not_link, read_json, size_text, write_json
 
 TABLE_NAME = "table.json"
 MAX_TABLE_BYTES = 2**26  # largest table that is read
+
+PlanKey = tuple[str, ...]  # sorted names of the choices of a plan that change the model
 
 Text = Annotated[str, Field(max_length=1000)]
 Nats = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
@@ -48,9 +51,17 @@ class Row(TableModel):
     mixer: dict[Text, Any] | None = None
 
 
+class PlanRow(TableModel):
+    """A plan that was measured as a whole. choices: all that change the model, sorted. damage, error: as of a choice."""
+
+    choices: Annotated[list[Text], Field(min_length=1, max_length=100_000)]
+    damage: Nats
+    error: Nats | None
+
+
 class Table(TableModel):
     """The table of a search. start: what must be equal when a search goes on. original: costs of the unconverted model.
-    at: tokens of a sequence whose cache and multiply-accumulates count.
+    at: tokens of a sequence whose cache and multiply-accumulates count. plans: those that were measured as a whole.
     """
 
     format: Literal[1] = 1
@@ -58,21 +69,32 @@ class Table(TableModel):
     original: dict[Text, Whole]
     at: Annotated[int, Field(ge=1)]
     rows: Annotated[list[Row], Field(max_length=1_000_000)] = []
-
-    def measured(self) -> dict[str, Row]:
-        """Return the rows by name of their choice."""
-        return {row.choice: row for row in self.rows}
+    plans: Annotated[list[PlanRow], Field(max_length=100_000)] = []
 
 
-def read_table(folder: Path, start: Mapping[str, Any], known: set[str]) -> dict[str, Row]:
-    """Return the rows of an interrupted or finished search by name of their choice, {} without a table.
+@dataclass(frozen=True)
+class Measured:
+    """What a table holds. rows: by name of their choice. plans: damage of those measured as a whole, by `plan_key`."""
 
-    known: names of the choices of this search. Raises SurgeryError for a table that is damaged or was begun otherwise.
+    rows: dict[str, Row] = field(default_factory=dict)
+    plans: dict[PlanKey, Damage] = field(default_factory=dict)
+
+
+def plan_key(chosen: Iterable[Choice]) -> PlanKey:
+    """Return the names of the choices that change the model, sorted."""
+    return tuple(sorted(choice.key for choice in chosen if choice.is_change))
+
+
+def read_table(folder: Path, start: Mapping[str, Any], known: set[str], parts_of_plans: set[str]) -> Measured:
+    """Return what an interrupted or finished search measured; nothing without a table.
+
+    known: names of the choices of this search that have rows. parts_of_plans: names of the choices of its plans. Raises
+    SurgeryError for a table that is damaged or was begun otherwise.
     """
     path = folder / TABLE_NAME
     check_not_link(path)
     if not path.exists():
-        return {}
+        return Measured()
     if path.stat().st_size > MAX_TABLE_BYTES:
         raise SurgeryError(
             f"{path} must have at most {size_text(MAX_TABLE_BYTES)} (got {size_text(path.stat().st_size)}). Remove it to "
@@ -87,12 +109,21 @@ def read_table(folder: Path, start: Mapping[str, Any], known: set[str]) -> dict[
             f"{path} was begun with another {changed[0]}. Give the same model, calibration text and options, or another "
             "--out"
         )
-    rows = table.measured()
+    rows = {row.choice: row for row in table.rows}
     if len(rows) < len(table.rows):
         raise SurgeryError(f"{path}: a choice has two rows. Remove the file to measure again")
     if unknown := [name for name in rows if name not in known]:
         raise SurgeryError(f"{path}: {unknown[0][:200]!r} is no choice of this model. Remove the file to measure again")
-    return rows
+    plans = {tuple(plan.choices): Damage(plan.damage, plan.error) for plan in table.plans}
+    if unknown := [name for key in plans for name in key if name not in parts_of_plans]:
+        raise SurgeryError(
+            f"{path}: {unknown[0][:200]!r} of a plan is no choice of this model. Remove the file to measure again"
+        )
+    if len(plans) < len(table.plans) or any(list(key) != sorted(set(key)) for key in plans):
+        raise SurgeryError(
+            f"{path}: a plan is there twice, or its choices are not sorted. Remove the file to measure again"
+        )
+    return Measured(rows, plans)
 
 
 def write_table(
@@ -101,9 +132,12 @@ def write_table(
     choices: Choices,
     damages: Mapping[str, Damage],
     mixers: Mapping[str, Any],
+    plans: Mapping[PlanKey, Damage],
     at: int,
 ) -> None:
-    """Write the rows of the choices that are measured. mixers: configs that measurements chose, by name of the choice."""
+    """Write the rows of the choices and plans that are measured. mixers: configs that measurements chose, by name of the
+    choice.
+    """
     rows = [
         Row(
             choice=choice.key,
@@ -117,7 +151,8 @@ def write_table(
         for choice in choices.choices
         if choice.key in damages
     ]
-    table = Table(start=dict(start), original=choices.base, at=at, rows=rows)
+    whole = [PlanRow(choices=list(key), damage=damage.nats, error=damage.error) for key, damage in plans.items()]
+    table = Table(start=dict(start), original=choices.base, at=at, rows=rows, plans=whole)
     write_json(folder / TABLE_NAME, table.model_dump(exclude_none=False))
 
 

@@ -105,6 +105,14 @@ def search(
             help="Predict the loss after healing, or that of the conversion itself. Default: after healing.",
         ),
     ] = True,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check/--no-check",
+            help="Measure each point of the front as a whole, and choose by that, or take the sum of the damages of its "
+            "choices. Default: measure.",
+        ),
+    ] = True,
     gains: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Read what healing gives back from this file. Default: the values included."),
@@ -142,6 +150,7 @@ def search(
         bits=parse_bits(bits),
         only=only,
         healing=healing,
+        check=check,
         gains=gains,
         on=on,
         measured=measured,

@@ -82,7 +82,8 @@ def convert_to_stock(
     inputs = source.calibration(recipe)
     assert inputs is not None
     data = CalibrationSet.from_inputs(inputs.tensors, recipe.holdout)
-    with fast_float32_matmul(choose_device(device)):
+    layer_params = sum(t.numel for name, t in opened.tensors.items() if name.startswith("model.layers.0."))
+    with fast_float32_matmul(choose_device(device), layer_params):
         conversion = _StockConversion(opened, plan, recipe, data, choose_device(device), progress, source)
         conversion.run()
     entries = conversion.entries()
@@ -106,7 +107,7 @@ class _StockConversion:
         progress: Progress,
         loader: FolderSource,
     ):
-        from transformers import Qwen3_5ForCausalLM
+        from transformers.models.qwen3_5 import Qwen3_5ForCausalLM
 
         assert recipe.stock is not None
         self.source, self.plan, self.recipe, self.settings = source, plan, recipe, recipe.stock

@@ -96,13 +96,11 @@ class QuickTrial:
         self.plan, self.runner, self.recipe = ctx.plan, ctx.runner, self.ctx.recipe
         self.contenders, self.done = contenders, done
 
-    def streams(self, others: Sequence[str] = ()) -> Streams:
-        """Return the streams of the trial: "fit", "held out" and the held-out samples for each contender, and for
-        `others`, which the trial does not run.
-        """
+    def streams(self) -> Streams:
+        """Return the streams of the trial: "fit", "held out" and the held-out samples for each contender."""
         samples = self.ctx.samples
         rows = {"fit": samples.fit, "held out": samples.held_out}
-        rows |= dict.fromkeys([*self.contenders, *others], samples.held_out)
+        rows |= dict.fromkeys(self.contenders, samples.held_out)
         return Streams(self.runner, samples, {name: Stream(some, MAX_SHARDS) for name, some in rows.items()})
 
     def run(self) -> dict[str, HeldOutScore]:

@@ -195,12 +195,58 @@ class CalibrationText(_StrictModel):
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
 
 
+CostValue = Annotated[int, Field(ge=0, lt=2**62, strict=True)]
+Nats = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]  # per token
+
+
+class FrontPoint(_StrictModel):
+    """A point of a front. value: of the cost. loss, low, high: predicted loss and its interval, nats per token."""
+
+    value: CostValue
+    loss: Nats
+    low: Nats
+    high: Nats
+
+
+class FrontRecipe(_StrictModel):
+    """The front of `surgery search` that the recipe is a point of; it changes nothing about the conversion.
+
+    cost: what the points differ in; times in nanoseconds. limit: of the cost. original: its value in the unconverted
+    model. at: tokens of the sequence whose cache and times count. healing: whether losses are those after healing.
+    chosen: the number of the recipe's own point, from 1.
+    """
+
+    cost: Literal["parameters", "bytes", "cache", "decode", "prefill"]
+    limit: CostValue
+    original: CostValue
+    at: Annotated[int, Field(ge=1, lt=2**62, strict=True)]
+    healing: StrictBool
+    chosen: Annotated[int, Field(ge=1, strict=True)]
+    points: Annotated[tuple[FrontPoint, ...], Field(min_length=1, max_length=1000)]
+
+    @model_validator(mode="after")
+    def _check_points(self) -> FrontRecipe:
+        if self.chosen > len(self.points):
+            raise SurgeryError(
+                f"front: chosen must be the number of one of the {len(self.points)} points (got {self.chosen})"
+            )
+        if wrong := [point for point in self.points if not point.low <= point.loss <= point.high]:
+            raise SurgeryError(f"front: loss must lie between low and high (got {wrong[0]})")
+        return self
+
+    @property
+    def own(self) -> FrontPoint:
+        """The point of the recipe."""
+        return self.points[self.chosen - 1]
+
+
 class ConversionRecipe(_StrictModel):
     """A conversion recipe. `surgery recipes` lists the shipped ones; docs/recipes.md explains every key."""
 
     description: str = ""
     aim: str = ""  # with `cost`: for `surgery recipes`
     cost: str = ""
+    front: FrontRecipe | None = None  # of the search that wrote the recipe
     structure: str = "btt"
     keep: Share = 0.5  # or {pattern: share}, see _keep_patterns
     blocks: BlockShape | None = None

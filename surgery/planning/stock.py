@@ -150,14 +150,14 @@ def stock_config(
     config: Any, shape: AttentionShape, settings: StockRecipe, converted: tuple[int, ...], has_bias: bool
 ) -> PreTrainedConfig:
     """Return the config of the stock model. config: of the source; shape: of its attention."""
-    from transformers import Qwen3_5TextConfig
+    from transformers.models.qwen3_5 import Qwen3_5TextConfig
 
     options: dict[str, Any] = {"qkv_bias": True} if has_bias else {}  # what vLLM reads in place of attention_bias
     copied = (
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
         *("initializer_range", "rms_norm_eps", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id"),
     )
-    return Qwen3_5TextConfig(
+    stock: PreTrainedConfig = Qwen3_5TextConfig(
         **{name: getattr(config, name) for name in copied},
         **options,
         architectures=[STOCK_CLASS],
@@ -176,6 +176,7 @@ def stock_config(
         num_key_value_heads=shape.groups,
         rope_parameters={**config.rope_parameters, "partial_rotary_factor": shape.rotary / shape.key},
     )
+    return stock
 
 
 def _refusal(name: str, reason: str) -> SurgeryError:
@@ -305,7 +306,7 @@ def _small_config(config: Any, shape: AttentionShape) -> Any:
 
 def _change_of_logits(original: Any, plan: StockPlan) -> float:
     """Return the largest difference of the logits / the largest logit of a small model."""
-    from transformers import Qwen3_5ForCausalLM
+    from transformers.models.qwen3_5 import Qwen3_5ForCausalLM
 
     seen = observe_attention(original)["model.layers.0.self_attn"].shape
     assert seen is not None

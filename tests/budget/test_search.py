@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 from PIL import Image
@@ -13,12 +14,14 @@ from surgery.budget.choices import ATTENTION, Kind, default_kinds, linear_kinds,
 from surgery.budget.damage import DamagePass
 from surgery.budget.recipes import attention_of, ranges
 from surgery.budget.search import SearchSettings, search
+from surgery.budget.table import plan_key
 from surgery.cli.main import main
 from surgery.conversion.convert import convert
 from surgery.conversion.quantize_checkpoint import quantize
 from surgery.core.errors import SurgeryError
 from surgery.planning.bits_recipe import read_bits
 from surgery.planning.recipe import load_recipe
+from surgery.publish.front import read_front
 from surgery.publish.summary import inspect
 
 LIMITS = {"bytes": "60%", "cache": "60%"}
@@ -42,7 +45,9 @@ def test_a_search_writes_table_front_picture_and_recipes(searched):
     assert all(row["damage"] >= 0 and row["costs"].keys() == table["original"].keys() for row in table["rows"])
     asked = result["points"][0]
     assert all(asked["costs"][name] <= limit for name, limit in result["limits"].items()) and not result["excess"]
-    assert 0 <= asked["low"] <= asked["loss"] <= asked["high"] and asked["loss"] <= asked["damage"]
+    assert 0 <= asked["low"] <= asked["loss"] <= asked["high"] and asked["loss"] <= asked["measured"]
+    plans = [point for point in [*result["points"], *result["rivals"].values()] if point["choices"]]
+    assert len(table["plans"]) >= len(plans) > 3 and all(point["measured"] > 0 for point in plans)
 
 
 def test_smaller_choices_do_more_damage(searched):
@@ -60,6 +65,14 @@ def test_a_converted_recipe_has_the_predicted_costs(number, searched, source, tm
     point = next(p for p in result["points"] if p["recipe"] == f"recipe-{number}.yaml")
     recipe = load_recipe(str(out / point["recipe"]), ["tune=false"])
     report = convert(str(source), recipe, tmp_path / "OUT", device="cpu")
+    front = read_front(report)
+    assert front is not None
+    assert (
+        front == recipe.front
+        and front.own.value == point["costs"]["bytes"]
+        and len(front.points) == len(result["points"])
+    )
+    assert front.own.loss == pytest.approx(point["loss"], rel=1e-3) and front.limit == result["limits"]["bytes"]
     totals = report["totals"]
     assert (totals["params_before"], totals["bytes_before"]) == tuple(
         result["original"][n] for n in ("parameters", "bytes")
@@ -92,7 +105,7 @@ def test_other_limits_are_solved_without_measuring_again(searched, source, text,
     monkeypatch.setattr(DamagePass, "run", lambda _: pytest.fail("measured again"))
     again = search(str(source), out, LIMITS, settings_of(text))
     assert {**again, "out": ""} == {**searched[1], "out": ""}
-    smaller = search(str(source), out, {"parameters": "45%"}, settings_of(text, points=0, at=1024))
+    smaller = search(str(source), out, {"parameters": "45%"}, settings_of(text, points=0, at=1024, check=False))
     assert smaller["points"][0]["costs"]["parameters"] <= 0.45 * smaller["original"]["parameters"]
     assert sorted(path.name for path in out.glob("recipe-*")) == ["recipe-1.yaml"]  # those of the last limits
 
@@ -101,11 +114,11 @@ def test_an_interrupted_search_goes_on(source, text, tmp_path, monkeypatch):
     """Steps that are written are not measured again, and the result is the same."""
     settings = settings_of(text, only="mlp pruned,layer")
     reference = search(str(source), tmp_path / "WHOLE", LIMITS, settings)
-    monkeypatch.setattr(surgery.budget.damage, "PASS_CHOICES", 8)
+    monkeypatch.setattr(surgery.budget.damage, "PASS_VARIANTS", 8)
     whole, measured = DamagePass.run, []
 
     def run(self):
-        measured.append(len(self.trial.contenders) + len(self.others))
+        measured.append(len(self.variants))
         if len(measured) == 2:
             raise KeyboardInterrupt
         return whole(self)
@@ -114,20 +127,26 @@ def test_an_interrupted_search_goes_on(source, text, tmp_path, monkeypatch):
     out = tmp_path / "SEARCH"
     with pytest.raises(KeyboardInterrupt):
         search(str(source), out, LIMITS, settings)
-    rows = json.loads((out / "table.json").read_text())["rows"]
-    assert len(rows) == measured[0]
+    assert len(json.loads((out / "table.json").read_text())["rows"]) == measured[0]
     result = search(str(source), out, LIMITS, settings)
-    assert sum(measured[2:]) == len(json.loads((out / "table.json").read_text())["rows"]) - measured[0] > 0
+    table = json.loads((out / "table.json").read_text())
+    assert sum(measured[2:]) == len(table["rows"]) + len(table["plans"]) - measured[0] > 0
     assert {**result, "out": ""} == {**reference, "out": ""}
+    # Without the last pass, which measures whole plans, nothing else is measured again.
+    (out / "table.json").write_text(json.dumps({**table, "plans": table["plans"][:1]}))
+    measured[:] = [0] * 2
+    assert {**search(str(source), out, LIMITS, settings), "out": ""} == {**reference, "out": ""}
+    assert measured[2:] == [len(table["plans"]) - 1]
 
 
 def test_a_search_of_some_kinds_keeps_the_rows_of_others(searched, source, text, tmp_path):
     out = tmp_path / "SEARCH"
     shutil.copytree(searched[0], out)
-    before = (out / "table.json").read_bytes()
+    before = json.loads((out / "table.json").read_text())
     result = search(str(source), out, {"bytes": "60%"}, settings_of(text, only="mlp,-btt", points=0))
     assert all(name.startswith("mlp") and "btt" not in name for name in result["points"][0]["choices"])
-    assert (out / "table.json").read_bytes() == before
+    after = json.loads((out / "table.json").read_text())
+    assert after["rows"] == before["rows"] and after["plans"][: len(before["plans"])] == before["plans"]
 
 
 @pytest.mark.parametrize(
@@ -139,6 +158,10 @@ def test_a_search_of_some_kinds_keeps_the_rows_of_others(searched, source, text,
         (lambda t: {**t, "rows": [{**t["rows"][0], "command": "rm"}]}, r"unknown key 'rows.0.command'"),
         (lambda t: {**t, "rows": [{**t["rows"][0], "choice": "model.layers.9 mlp: pruned 75%"}]}, "is no choice of this model"),
         (lambda t: {**t, "rows": [t["rows"][0], t["rows"][0]]}, "a choice has two rows"),
+        (lambda t: {**t, "plans": [{**t["plans"][0], "damage": -1.0}]}, r"plans.0.damage: must be greater than or equal to 0"),
+        (lambda t: {**t, "plans": [{**t["plans"][0], "choices": ["model.layers.9 mlp: pruned 75%"]}]}, "of a plan is no choice of this model"),
+        (lambda t: {**t, "plans": [t["plans"][0], t["plans"][0]]}, "a plan is there twice"),
+        (lambda t: {**t, "plans": [{**t["plans"][0], "choices": t["plans"][0]["choices"][::-1] * 2}]}, "its choices are not sorted"),
         (lambda t: {**t, "start": {**t["start"], "calibration": "another"}}, "was begun with another calibration"),
         (lambda t: {**t, "format": 2}, "format"),
         (lambda t: {**t, "rows": [{**r, "mixer": {"mixer": "mlr", "ranks": [10**6]}} if r["mixer"] else r for r in t["rows"]]}, "table.json: .*ranks"),
@@ -177,6 +200,64 @@ def test_links_and_unknown_files_are_refused(source, text, tmp_path):
         search(str(source), tmp_path / "MINE", LIMITS, settings_of(text))
 
 
+# -- whole plans --------------------------------------------------------------------------------------------------
+def test_choices_of_a_plan_are_made_together(searched, source, text, tmp_path, monkeypatch):
+    """A plan of one choice loses what that choice loses; further choices of the layer, fewer bits and a removed layer
+    add to it.
+    """
+    out = tmp_path / "SEARCH"
+    shutil.copytree(searched[0], out)
+    kept: list = []
+    monkeypatch.setattr(surgery.budget.search.Measuring, "measure_plans", lambda self, _: kept.append(self))
+    search(str(source), out, LIMITS, settings_of(text, only="mlp pruned,low_rank,mlr,layer"))
+    monkeypatch.undo()
+    measuring = kept[0]
+    (out / "work").mkdir(exist_ok=True)
+    by_key = {choice.key: choice for choice in measuring.choices.choices}
+    layer = "model.layers.1"
+    names = [f"{layer} attention: mlr 40%", f"{layer} projections: low_rank 25%", f"{layer} mlp: pruned 25%"]
+    whole, removed = [by_key[name] for name in names], by_key["model.layers.2: removed"]
+    rounded = [*whole[:2], replace(whole[2], bits=4)]
+    plans = {"one": whole[:1], "two": whole[:2], "three": whole, "rounded": rounded, "removed": [*whole, removed]}
+    plans |= {choice.key: [choice] for choice in (*whole, removed)}
+    measuring.measure_plans(plans.values())
+    damages = {name: measuring.plans[plan_key(chosen)].nats for name, chosen in plans.items()}
+    for choice in (*whole, removed):
+        assert damages[choice.key] == pytest.approx(measuring.damages[choice.key].nats, rel=1e-4, abs=1e-7)
+    assert damages["one"] < damages["two"] < damages["three"] < damages["removed"]
+    assert damages["rounded"] not in (damages["two"], damages["three"])
+
+
+def test_the_point_with_the_lowest_measured_loss_is_chosen(searched, source, text, tmp_path):
+    """If the solver's plan turns out to lose much, a rival within the limits takes its place."""
+    out, before = tmp_path / "SEARCH", searched[1]
+    shutil.copytree(searched[0], out)
+    table = json.loads((out / "table.json").read_text())
+    losses = [p["loss"] for p in [before["points"][0], *before["rivals"].values()]]
+    assert before["rivals"] and losses[0] == min(losses)
+    worst = max(before["rivals"], key=lambda family: before["rivals"][family]["loss"])
+    for plan in table["plans"]:
+        found = next(p for p in before["rivals"].values() if p["loss"] == before["rivals"][worst]["loss"])
+        plan["damage"] = 1e-6 if plan["damage"] == found["measured"] else plan["damage"]
+    (out / "table.json").write_text(json.dumps(table))
+    after = search(str(source), out, LIMITS, settings_of(text))
+    assert after["points"][0]["choices"] == before["rivals"][worst]["choices"]
+    assert after["points"][0]["measured"] == 1e-6 and after["points"][0]["loss"] <= 1e-6
+    assert all(after["points"][0]["costs"][name] <= limit for name, limit in after["limits"].items())
+    assert before["points"][0]["choices"] in [point["choices"] for point in after["points"][1:]]
+
+
+def test_without_the_check_the_sum_counts(searched, source, text, tmp_path, monkeypatch):
+    out = tmp_path / "SEARCH"
+    shutil.copytree(searched[0], out)
+    table = json.loads((out / "table.json").read_text())
+    (out / "table.json").write_text(json.dumps({**table, "plans": []}))
+    monkeypatch.setattr(DamagePass, "run", lambda _: pytest.fail("measured"))
+    result = search(str(source), out, LIMITS, settings_of(text, check=False))
+    assert not result["rivals"] and all(point["measured"] is None for point in result["points"])
+    assert result["points"][0]["loss"] <= result["points"][0]["damage"]
+
+
 # -- the command line ---------------------------------------------------------------------------------------------
 def run_command(*words: str) -> int:
     try:
@@ -193,6 +274,7 @@ def test_the_command_prints_the_front(searched, source, text, tmp_path, capsys):
     assert run_command(*words, "--max-bytes", "60%", "--max-cache-bytes", "60%", "--at", "8k", "--points", "4") == 0
     printed = capsys.readouterr().out
     assert "recipe-1.yaml *" in printed and "what binds: --max-bytes" in printed and "cache at 8K" in printed
+    assert "measured together, choices lose" in printed and "measured too at your limits: without" in printed
     assert "healing not fitted: " in printed and f"--recipe {out}/recipe-1.yaml" in printed.replace("\n", "")
 
 

@@ -121,6 +121,28 @@ def test_limits_that_contradict_each_other():
     assert front.binds == ["cache"] and front.asked == solution
 
 
+def test_a_limit_that_no_option_changes():
+    """It is exceeded whatever is chosen, and the option with the lowest loss is left."""
+    options = (Option("small", ("a",), 1.0, {"bytes": -10, "cache": 0}), Option("large", ("a",), 0.0, {"bytes": 0}))
+    nearest = solve(Problem(options, {"bytes": 100, "cache": 12582912}), {"bytes": 95, "cache": 7549747})
+    assert nearest.options[0].name == "small" and nearest.excess == {"cache": 12582912 - 7549747}
+
+
+def test_rivals_do_without_a_family():
+    """Each is the best within the limits without one family; a family that the limits need has no rival."""
+    options = [Option(f"{part} as it is", (part,), 0.0) for part in "ab"]
+    options += [Option(f"{part} narrow", (part,), 0.1, {"bytes": -10}) for part in "ab"]
+    options += [Option(f"{part} factored", (part,), 0.3, {"bytes": -10}) for part in "ab"]
+    families = {f"{part} {name}": frozenset({name}) for part in "ab" for name in ("narrow", "factored")}
+    problem = Problem(tuple(options), {"bytes": 100})
+    front = find_front(problem, {"bytes": 80}, 0, families)
+    assert front.asked.loss == pytest.approx(0.2) and front.rivals["narrow"].loss == pytest.approx(0.6)
+    assert front.rivals.keys() == {"narrow"}
+    assert not find_front(problem, {"bytes": 80}, 0).rivals
+    alone = Problem(tuple(option for option in options if "factored" not in option.name), {"bytes": 100})
+    assert not find_front(alone, {"bytes": 80}, 0, families).rivals
+
+
 def test_the_front_falls():
     """A larger limit never has a larger loss, and no point equals another."""
     problem = random_problem(3)

@@ -13,9 +13,11 @@ import pytest
 
 from surgery.checkpoint.source import open_converted_checkpoint
 from surgery.core.errors import SurgeryError
+from surgery.planning.recipe import validate_recipe
 from surgery.publish.html.page import write_page
 from surgery.publish.html.sections import error_class
 from surgery.publish.html.svg import Axis, Series, heat_map, line_chart, ticks
+from surgery.publish.hub.model_card import _replacement_section
 from surgery.publish.verdict import verdict
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -108,6 +110,56 @@ def test_everything_is_on_it(out):
     assert (
         text.count('class="wide" tabindex="0"') == 1 and 'class="dot few' in text
     )  # the model scrolls, by keyboard too
+
+
+FRONT = {
+    "cost": "bytes",
+    "limit": 5000,
+    "original": 8000,
+    "at": 4096,
+    "healing": True,
+    "chosen": 2,
+    "points": [
+        {"value": 2000, "loss": 1.5, "low": 1.0, "high": 2.5},
+        {"value": 4000, "loss": 0.25, "low": 0.125, "high": 0.5},
+        {"value": 8000, "loss": 0.0, "low": 0.0, "high": 0.0},
+    ],
+}
+
+
+def with_front(out: Path, front: object) -> None:
+    report = json.loads((out / "surgery_report.json").read_text())
+    report["recipe"]["front"] = front
+    (out / "surgery_report.json").write_text(json.dumps(report))
+
+
+def test_a_recipe_of_a_search_shows_its_front(out):
+    """All points as a picture and a table, and this model among them; on the card a sentence."""
+    assert "front" not in parse_page(write_page(str(out)))[1].ids
+    with_front(out, FRONT)
+    text, reader = parse_page(write_page(str(out)))
+    assert "front" in reader.ids and "this model" in text and "point 1" in text and "point 2" not in text
+    words = "Point 2 of 3 of a front by surgery search, asked for at most 5.0 kB of tensors: 4.0 kB of tensors, predicted loss after healing 0.25 nats per token (0.12 to 0.5)."
+    assert words in text
+    source = open_converted_checkpoint(str(out))
+    report = json.loads((out / "surgery_report.json").read_text())
+    assert words in _replacement_section(source, report)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"chosen": 4}, {"chosen": 0}, {"cost": EVIL}, {"points": []}, {"points": [{"value": 1, "loss": 3.0, "low": 0.0, "high": 1.0}]},
+        {"points": [{"value": 1, "loss": float("nan"), "low": 0.0, "high": 1.0}]}, {"limit": -1}, {"more": EVIL}, {"at": 2.5},
+    ],
+)  # fmt: skip
+def test_a_damaged_front_is_not_shown(change, out):
+    """A report is a stranger's word; a recipe with such a front is refused."""
+    with_front(out, {**FRONT, **change})
+    text, reader = parse_page(write_page(str(out)))
+    assert "front" not in reader.ids and "<script>alert" not in text
+    with pytest.raises(SurgeryError, match="front"):
+        validate_recipe({"front": {**FRONT, **change}}, "of a test")
 
 
 def test_the_verdict_comes_before_any_chart_and_numbers_agree(out):

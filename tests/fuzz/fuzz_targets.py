@@ -768,14 +768,23 @@ SEARCH_ROW |= {"damage": 0.1, "error": None, "costs": {"bytes": -64}, "mixer": {
 
 @fuzz_target(
     "table.json",
-    {"format": 1, "start": {"source": {"name": "it"}}, "original": {"bytes": 640}, "at": 4096, "rows": [SEARCH_ROW]},
+    {
+        "format": 1,
+        "start": {"source": {"name": "it"}},
+        "original": {"bytes": 640},
+        "at": 4096,
+        "rows": [SEARCH_ROW],
+        "plans": [{"choices": [SEARCH_ROW["choice"]], "damage": 0.2, "error": 0.01}],
+    },
 )
 def search_table(path: Path) -> None:
     """The table of an interrupted search."""
     from surgery.budget.table import read_table
 
-    for row in read_table(path.parent, {"source": {"name": "it"}}, {SEARCH_ROW["choice"]}).values():
-        assert 0 <= row.damage <= 1e30
+    known = {str(SEARCH_ROW["choice"])}
+    measured = read_table(path.parent, {"source": {"name": "it"}}, known, known)
+    assert all(0 <= row.damage <= 1e30 for row in measured.rows.values())
+    assert all(0 <= damage.nats <= 1e30 and set(key) <= known for key, damage in measured.plans.items())
 
 
 @fuzz_target("gains.json", _read_repository_file("surgery/budget/gains.json"))

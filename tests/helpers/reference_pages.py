@@ -21,7 +21,15 @@ from pydantic_core import PydanticUndefined
 from surgery.cli.main import app
 from surgery.planning.attention_recipe import AttentionRecipe, HybridRecipe
 from surgery.planning.depth_recipe import DepthRecipe
-from surgery.planning.recipe import ConversionRecipe, NativeRecipe, Rule, StockRecipe, TuneRecipe
+from surgery.planning.recipe import (
+    ConversionRecipe,
+    FrontPoint,
+    FrontRecipe,
+    NativeRecipe,
+    Rule,
+    StockRecipe,
+    TuneRecipe,
+)
 from surgery.planning.speed_recipe import SpeedRecipe
 from surgery.training.data.recipe import DataConfig
 from surgery.training.recipe import GuardConfig, HealingRecipe, TeacherConfig
@@ -33,6 +41,8 @@ CONVERSION: dict[str, type[BaseModel]] = {
     "A rule": Rule,
     "`speed`": SpeedRecipe,
     "`depth`": DepthRecipe,
+    "`front`": FrontRecipe,
+    "`front.points`": FrontPoint,
     "`tune`": TuneRecipe,
     "`attention`": AttentionRecipe,
     "`attention.hybrid`": HybridRecipe,

@@ -135,7 +135,9 @@ class AttentionProfile:
 @torch.no_grad()
 def measure_profile(samples: AttentionSamples, block: int | None) -> AttentionProfile:
     """Return the profile of the first PROFILE_SAMPLES samples. block: tokens of a block, None for no block means."""
-    distances, entropies, blocks = [], [], []
+    distances: list[Tensor] = []
+    entropies: list[Tensor] = []
+    blocks: list[Tensor] = []
     for i in range(min(len(samples), PROFILE_SAMPLES)):
         sample = samples[i]
         map_BHTT = attention_map(sample, samples.target.shape)

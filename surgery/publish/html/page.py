@@ -14,6 +14,7 @@ from surgery.core.files import atomic_write, check_not_dangling, explain_disk_er
 from surgery.core.version import __version__
 from surgery.publish.html import models, sections
 from surgery.publish.html.data import PageData, load_page_data
+from surgery.publish.html.front import front_section
 from surgery.publish.verdict import verdict
 
 PAGE_NAME = "report.html"
@@ -21,6 +22,7 @@ SECTIONS = (
     ("model", "The model", sections.model_section),
     ("errors", "Errors and ranks", sections.error_section),
     ("costs", "Costs", sections.cost_section),
+    ("front", "Front", front_section),
     ("training", "Healing", sections.training_section),
     ("generations", "Prompts", sections.generation_section),
     ("measured", "Before and after", sections.eval_section),

@@ -19,6 +19,7 @@ from surgery.mixers import MIXERS
 from surgery.mixers.features.base import FEATURES
 from surgery.mixers.masks.base import MASKS
 from surgery.mixers.native_config import Native
+from surgery.publish.front import describe_front, read_front
 from surgery.publish.hub.card_metadata import front_matter
 from surgery.publish.hub.citations import cited_papers
 from surgery.publish.hub.files import UploadFile
@@ -128,6 +129,8 @@ def _replacement_section(source: CheckpointSource, report: dict[str, Any]) -> st
     sentences = [f"Replaced: {summary}. `surgery_report.json` lists every matrix with its error."] if summary else []
     if native:
         sentences.append(f"Added: level weights of log-linear attention, in {native} linear layers of the model's own.")
+    if front := read_front(report):
+        sentences.append(describe_front(front))
     return "\n".join([*lines, "", " ".join(sentences)])
 
 
