@@ -46,13 +46,13 @@ from surgery.kernels.tuning import CallReader, TuningQuery, is_capturing, is_fas
 from surgery.kernels.window_step.rotate import rotate_token
 from surgery.kernels.window_step.step import window_step
 from surgery.mixers.base import MixerInputs, MixerState
-from surgery.mixers.common.padding import gather_rowwise
 from surgery.mixers.common.window_hybrid import Tensors
 from surgery.mixers.features.simple import IdentityMap
 from surgery.mixers.linear import MIN_DENOMINATOR, LinearMixer, one_token, step_in_pool
 from surgery.mixers.linear_config import TWO_FORMS
 from surgery.mixers.masks.gates import GatesMask
 from surgery.mixers.masks.log_linear import HierarchicalMask
+from surgery.mixers.padding import gather_rowwise
 from surgery.mixers.projections import autocast_disabled
 
 VALUES_PER_PROGRAM = 32

@@ -246,7 +246,7 @@ class Measuring:
     def _write(self) -> None:
         every = with_bits(self.choices, self.model, BITS, self.counting)
         choices = replace(self.choices, choices=[choice for choice in every if choice.is_measured])
-        write_table(self.out, self.start, choices, self.damages, self.mixers, self.plans, self.settings.at)
+        write_table(self.out, self.start, choices, self.damages, self.mixers, plans=self.plans, at=self.settings.at)
 
     def _leave_out_wide_windows(self, samples: CalibrationSet) -> None:
         """Leave out mixers whose window holds whole samples: nothing shows what they lose."""

@@ -132,6 +132,7 @@ def write_table(
     choices: Choices,
     damages: Mapping[str, Damage],
     mixers: Mapping[str, Any],
+    *,
     plans: Mapping[PlanKey, Damage],
     at: int,
 ) -> None:

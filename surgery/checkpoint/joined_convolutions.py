@@ -14,16 +14,14 @@ from typing import Any
 
 import torch
 
-from surgery.checkpoint.safetensors_io import DTYPES, TensorInfo, read_tensor
+from surgery.checkpoint.safetensors_io import CONVOLUTION_PART, DTYPES, TensorInfo, read_tensor
 from surgery.core.errors import SurgeryError
-
-PART = "_conv1d.weight"  # how the names of the parts end, and with a dot instead of _ the joined one's
 
 
 def joined_convolutions(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, list[str]]:
     """Return the parts of each joined convolution, in order, by its name. config: config.json."""
     names = set(names)
-    if not any(name.endswith(PART) for name in names):
+    if not any(name.endswith(CONVOLUTION_PART) for name in names):
         return {}
     joined = {}
     for target, parts in _rules(config):

@@ -38,6 +38,9 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
 }
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+CONVOLUTION_PART = (
+    "_conv1d.weight"  # how names of parts of a joined convolution end (surgery.checkpoint.joined_convolutions)
+)
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_AXES = 64
 MAX_HEADER_BYTES = 100_000_000  # the safetensors limit

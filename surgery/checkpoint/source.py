@@ -13,9 +13,16 @@ from typing import Any
 import torch
 
 from surgery.checkpoint.companions import COPIED, SMALL_FILES, check_link, folder_files, subfolder_files
-from surgery.checkpoint.joined_convolutions import join_convolutions
 from surgery.checkpoint.remote_code import CONFIGS, check_code_trusted, check_no_outside_code, named_code
-from surgery.checkpoint.safetensors_io import DTYPES, FLOAT_DTYPES, TensorInfo, edge_bytes, read_header, source_errors
+from surgery.checkpoint.safetensors_io import (
+    CONVOLUTION_PART,
+    DTYPES,
+    FLOAT_DTYPES,
+    TensorInfo,
+    edge_bytes,
+    read_header,
+    source_errors,
+)
 from surgery.checkpoint.table import SHIM_NAME
 from surgery.core.digests import files_digest
 from surgery.core.errors import SurgeryError
@@ -134,7 +141,19 @@ def open_checkpoint(
         return CheckpointSource(name, folder, config, {})
     local = commit is None or weights
     tensors = _read_headers(folder, name) if local else _read_remote_headers(name, commit)
-    return CheckpointSource(name, folder, config, join_convolutions(config, tensors, values=local), commit)
+    return CheckpointSource(name, folder, config, _with_joined_convolutions(config, tensors, values=local), commit)
+
+
+def _with_joined_convolutions(
+    config: dict[str, Any], tensors: dict[str, TensorInfo], *, values: bool = True
+) -> dict[str, TensorInfo]:
+    """Return the tensors with joined convolutions in place of their parts."""
+    if not any(name.endswith(CONVOLUTION_PART) for name in tensors):
+        return tensors
+    # Few families store convolutions in parts.
+    from surgery.checkpoint.joined_convolutions import join_convolutions
+
+    return join_convolutions(config, tensors, values=values)
 
 
 def _has_weights(folder: Path) -> bool:
@@ -175,7 +194,9 @@ def open_converted_checkpoint(name: str, revision: str | None = None) -> Checkpo
     """
     name, folder, commit = _locate(name, True, revision)
     config = read_config(folder, name)
-    return CheckpointSource(name, folder, config, join_convolutions(config, _read_headers(folder, name)), commit)
+    return CheckpointSource(
+        name, folder, config, _with_joined_convolutions(config, _read_headers(folder, name)), commit
+    )
 
 
 def _locate(

@@ -84,7 +84,9 @@ def convert_to_stock(
     data = CalibrationSet.from_inputs(inputs.tensors, recipe.holdout)
     layer_params = sum(t.numel for name, t in opened.tensors.items() if name.startswith("model.layers.0."))
     with fast_float32_matmul(choose_device(device), layer_params):
-        conversion = _StockConversion(opened, plan, recipe, data, choose_device(device), progress, source)
+        conversion = _StockConversion(
+            opened, plan, recipe, data, choose_device(device), progress=progress, loader=source
+        )
         conversion.run()
     entries = conversion.entries()
     config = json.loads(conversion.stock.config.to_json_string())
@@ -104,6 +106,7 @@ class _StockConversion:
         recipe: ConversionRecipe,
         data: CalibrationSet,
         device: torch.device,
+        *,
         progress: Progress,
         loader: FolderSource,
     ):
@@ -199,7 +202,13 @@ class _StockConversion:
         )
         profile = torch.stack(distances).mean(0), torch.stack(entropies).mean(0)
         self.errors[f"model.layers.{index}.linear_attn"] = initialize_layer(
-            stock_layer.linear_attn, tensors, scale_D, self.plan.sizes, samples, profile, self.settings.steps
+            stock_layer.linear_attn,
+            tensors,
+            scale_D,
+            self.plan.sizes,
+            samples,
+            profile=profile,
+            steps=self.settings.steps,
         )
 
     def _score(self, before: list[Tensor], after: list[Tensor], ids_NT: Tensor, valid_NT: Tensor) -> HeldOutScore:

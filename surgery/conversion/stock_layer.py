@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from surgery.checkpoint.stock_tensors import AttentionSizes
 from surgery.conversion.mixer_init.linear import PROFILE_SAMPLES, decay_rates, step_sizes
 from surgery.mixers.masks.chunking import inverse_softplus
+from surgery.structures import linalg
 
 GAINS = (0.25, 1.0, 4.0)  # candidate root mean squares of what SiLU reads, for q and k
 VALUE_GAIN = 0.25  # of the values; SiLU(x) = x / 2 + x^2 / 4 - ..
@@ -65,6 +66,7 @@ def initialize_layer(
     scale_D: Tensor,
     sizes: AttentionSizes,
     samples: LayerSamples,
+    *,
     profile: tuple[Tensor, Tensor],
     steps: int,
 ) -> dict[str, float]:
@@ -127,7 +129,7 @@ def constant_direction(samples: LayerSamples) -> Tensor:
         mean_D += x_ND.sum(0)
         count += len(x_ND)
     moment_DD = moment_DD.double() / count
-    direction_D: Tensor = torch.linalg.solve(moment_DD + _ridge(moment_DD, CONSTANT_RIDGE), mean_D.double() / count)
+    direction_D: Tensor = linalg.solve(moment_DD + _ridge(moment_DD, CONSTANT_RIDGE), mean_D.double() / count)
     return direction_D.to(mean_D)
 
 
@@ -232,7 +234,7 @@ def solve_output(module: Any, samples: LayerSamples) -> None:
     moment_FF, cross_DF = output_moments(module, samples)
     weight_DF = module.out_proj.weight.double()
     residual_FD = (cross_DF - weight_DF @ moment_FF).mT
-    change_FD = torch.linalg.solve(moment_FF + _ridge(moment_FF, OUTPUT_RIDGE), residual_FD)
+    change_FD = linalg.solve(moment_FF + _ridge(moment_FF, OUTPUT_RIDGE), residual_FD)
     module.out_proj.weight.copy_(weight_DF + change_FD.mT)
 
 

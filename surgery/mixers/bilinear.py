@@ -44,8 +44,8 @@ from torch import Tensor, nn
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape, Mixer, MixerConfig, MixerCost, MixerInputs, MixerState
 from surgery.mixers.common.kv_layout import KVLayout, append_slots, last_slots, left_pad, make_kv_layout
-from surgery.mixers.common.padding import gather_rowwise
 from surgery.mixers.common.softmax import ScoreTerm, attend, dense_attention, group_heads, upcast
+from surgery.mixers.padding import gather_rowwise
 from surgery.structures import linalg
 from surgery.structures.base import MuP
 from surgery.structures.metric import symmetric_roots

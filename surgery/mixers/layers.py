@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from surgery.mixers.common.padding import Unpadder
 from surgery.mixers.common.window_hybrid import apply_gate
+from surgery.mixers.padding import Unpadder
 from surgery.mixers.projections import InputDtypeLinear
 
 

@@ -41,7 +41,6 @@ from surgery.mixers.common.bidirectional import bidirectional_output, dense_outp
 from surgery.mixers.common.linear_features import FeaturePlan, l2_normalize, linear_features
 from surgery.mixers.common.meta_weights import EmptyOnMeta
 from surgery.mixers.common.near_chunks import ChunkBuffer, chunk_attention
-from surgery.mixers.common.padding import Unpadder, shift_rows
 from surgery.mixers.common.rope import apply_rope
 from surgery.mixers.common.window_hybrid import (
     LocalOutput,
@@ -65,6 +64,7 @@ from surgery.mixers.linear_config import (
     resolve_rope,
 )
 from surgery.mixers.masks.base import MASKS, MaskInputs, Signals
+from surgery.mixers.padding import Unpadder, shift_rows
 from surgery.mixers.projections import Float32Linear, autocast_disabled, is_hooked
 
 # Applies the mask: (out_BGJTV, state of the mask after the tokens, or None without a state).

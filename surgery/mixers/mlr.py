@@ -32,7 +32,6 @@ from surgery.mixers.common.kv_layout import (
     left_pad,
     make_kv_layout,
 )
-from surgery.mixers.common.padding import gather_rowwise
 from surgery.mixers.common.softmax import (
     ScoreTerm,
     attend,
@@ -42,6 +41,7 @@ from surgery.mixers.common.softmax import (
     sdpa_attn_mask,
     sdpa_without_cache,
 )
+from surgery.mixers.padding import gather_rowwise
 
 
 def rotary_units(shape: AttentionShape) -> list[list[int]]:

@@ -29,13 +29,13 @@ from surgery.mixers.base import (
     MixerState,
 )
 from surgery.mixers.common.bidirectional import dense_output
-from surgery.mixers.common.padding import Unpadder
 from surgery.mixers.masks.base import Mask, MaskInputs
 from surgery.mixers.masks.channel_gates import CHUNK as CHANNELS_CHUNK
 from surgery.mixers.masks.channel_gates import log_linear_channels
 from surgery.mixers.masks.gates import Gates, GatesMask
 from surgery.mixers.masks.log_linear import Hierarchical, HierarchicalMask
 from surgery.mixers.native_config import Native
+from surgery.mixers.padding import Unpadder
 from surgery.mixers.projections import Float32Linear, autocast_disabled
 
 CHUNK = 64  # tokens per chunk in training and prefill

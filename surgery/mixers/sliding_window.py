@@ -26,7 +26,6 @@ from surgery.mixers.common.kv_layout import (
     make_kv_layout,
     token_positions,
 )
-from surgery.mixers.common.padding import gather_rowwise
 from surgery.mixers.common.softmax import (
     ScoreTerm,
     attend,
@@ -38,6 +37,7 @@ from surgery.mixers.common.softmax import (
     weighted_values,
 )
 from surgery.mixers.mlr import LeveledConfig, MLRAttention
+from surgery.mixers.padding import gather_rowwise
 
 
 @dataclass(frozen=True)

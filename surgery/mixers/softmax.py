@@ -33,7 +33,6 @@ from surgery.mixers.common.kv_layout import (
     make_kv_layout,
     token_positions,
 )
-from surgery.mixers.common.padding import gather_rowwise
 from surgery.mixers.common.softmax import (
     ScoreTerm,
     dense_attention,
@@ -42,6 +41,7 @@ from surgery.mixers.common.softmax import (
     sdpa_attn_mask,
     sdpa_without_cache,
 )
+from surgery.mixers.padding import gather_rowwise
 
 MIN_TRAINED = 2  # tokens: the logarithm of the trained length must be positive
 

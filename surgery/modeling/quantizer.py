@@ -14,8 +14,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from surgery.architectures.expert_layout import is_merge_rule
 from surgery.architectures.experts import has_split_experts, merged_experts, split_experts
-from surgery.checkpoint.joined_convolutions import joined_convolutions
-from surgery.checkpoint.safetensors_io import read_header
+from surgery.checkpoint.safetensors_io import CONVOLUTION_PART, read_header
 from surgery.checkpoint.table import QUANT_METHOD, has_shims, is_pruned
 from surgery.checkpoint.tensor_names import check_tensors, find_model_class, unused_tensors
 from surgery.core.errors import SurgeryError
@@ -75,8 +74,11 @@ class SurgeryQuantizer(HfQuantizer):
             raise SurgeryError("models are converted with `surgery convert`, not on loading")
         name, written = model.config.name_or_path or "the checkpoint", _written_as(model)
         stored = [] if checkpoint_files is None else _tensors_in(checkpoint_files)
-        for whole, parts in joined_convolutions(model.config.to_dict(), stored).items():
-            stored = [whole, *(tensor for tensor in stored if tensor not in parts)]
+        if any(name.endswith(CONVOLUTION_PART) for name in stored):
+            from surgery.checkpoint.joined_convolutions import joined_convolutions
+
+            for whole, parts in joined_convolutions(model.config.to_dict(), stored).items():
+                stored = [whole, *(tensor for tensor in stored if tensor not in parts)]
         for one in (model,) if written is None or written is model else (model, written):
             split_named_experts(one, stored)
         if written is None:

@@ -302,7 +302,7 @@ class Descent:
         diagonal_blocks(self._gap, p, o, i)[part].sub_(left @ right)
         if self._c is not None:
             moved = right @ self._c[: p * i].unflatten(0, (p, i))[part]
-            self._gap_c[: p * o].unflatten(0, (p, o))[part].baddbmm_(left, moved, alpha=-1)
+            self._gap_c[: p * o].unflatten(0, (p, o))[part].sub_(left @ moved)
 
     def error_change(self, level: int, target: Tensor, new: Blocks) -> float:
         """Return by how much the squared error changes if all blocks of a level with full C and G are replaced at once;

@@ -214,10 +214,11 @@ def test_help_and_recipes_do_without_torch(words):
 
 def test_plan_imports_little_beyond_torch():
     """The model class of transformers, which costs more than torch, is not needed for a checkpoint that has an outline,
-    and the sizes of mixers are computed without torch._dynamo.
+    and the sizes of mixers are computed without torch._dynamo. A plan of a stock conversion builds models, which it
+    compares.
     """
     theirs = in_a_new_interpreter("import sys, torch; print(*sys.modules)")
-    recipes = [path.stem for path in (ROOT / "recipes/convert").glob("*.yaml")]
+    recipes = [path.stem for path in (ROOT / "recipes/convert").glob("*.yaml") if not path.stem.startswith("stock")]
     ours = modules_after(*(("plan", str(ROOT / "recipes/tiny/checkpoint"), "-r", recipe) for recipe in recipes))
     added = {name.partition(".")[0] for name in ours - set(theirs.split())} - sys.stdlib_module_names
     added = {name for name in added if not name.startswith(("_sysconfigdata", "_cython", "cython"))}

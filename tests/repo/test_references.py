@@ -32,7 +32,7 @@ ELSEWHERE = {
     "SEARCH/recipe-1.yaml",
     "bits-1.yaml",
     "recipe-1.yaml",
-    "recipe-2.yaml",
+    *("recipe-2.yaml", "recipe-5.yaml", "recipe-7.yaml"),
     "FILE.py",  # examples of names
     "NAME.py",
     "r.yaml",

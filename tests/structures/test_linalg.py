@@ -37,8 +37,9 @@ FACTORING = {
     "inv",
 }
 FACTORING |= {"solve_triangular", "cholesky_solve", "lstsq", "pinv", "inverse"}
-# The first call on a GPU, inside a try; and a step of a mixer's forward, which is differentiated and compiled.
-DIRECT = {("surgery/core/device.py", "eigh"), ("surgery/mixers/masks/delta_rule.py", "solve_triangular")}
+# The first call on a GPU, inside a try; and steps of a mixer's forward, which are differentiated and compiled.
+DIRECT = {("surgery/core/device.py", "eigh")}
+DIRECT |= {(f"surgery/mixers/masks/{name}.py", "solve_triangular") for name in ("delta_rule", "channel_gates")}
 
 
 def test_2_7_every_factorisation_goes_through_one_helper():

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from surgery.mixers.common.padding import Unpadder, zero_outside
 from surgery.mixers.masks.base import Mask, MaskInputs
 from surgery.mixers.masks.delta_rule import dense_scores
+from surgery.mixers.padding import Unpadder, zero_outside
 
 
 def dense_output(mask: Mask, rows: MaskInputs, block: int | None = None) -> Tensor:

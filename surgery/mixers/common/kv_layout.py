@@ -14,7 +14,7 @@ from torch import Tensor
 
 from surgery.core.dispatch import dispatched
 from surgery.mixers.base import MixerInputs, MixerState
-from surgery.mixers.common.padding import gather_rowwise
+from surgery.mixers.padding import gather_rowwise
 
 
 class KVLayout(NamedTuple):

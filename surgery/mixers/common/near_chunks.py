@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.mixers.base import AttentionShape
-from surgery.mixers.common.padding import gather_rowwise, shift_rows
 from surgery.mixers.common.window_hybrid import (
     LocalOutput,
     RecentAndSinks,
@@ -32,6 +31,7 @@ from surgery.mixers.common.window_hybrid import (
     attend_visible_slots,
 )
 from surgery.mixers.masks.base import MaskInputs
+from surgery.mixers.padding import gather_rowwise, shift_rows
 
 
 @dataclass(frozen=True)

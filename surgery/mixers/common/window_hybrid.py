@@ -30,8 +30,8 @@ from torch import Tensor
 
 from surgery.core.dispatch import dispatched
 from surgery.mixers.base import AttentionShape
-from surgery.mixers.common.padding import Unpadder, gather_rowwise, shift_rows, zero_outside
 from surgery.mixers.masks.base import MaskInputs
+from surgery.mixers.padding import Unpadder, gather_rowwise, shift_rows, zero_outside
 
 Tensors = dict[str, Tensor]  # by name: "k", "v" and the written signals
 

@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surgery.mixers.common.padding import shift_rows
 from surgery.mixers.masks.log_linear import merge_buckets
+from surgery.mixers.padding import shift_rows
 
 CHUNK = 32  # tokens; scores by channel take C F elements a token
 
