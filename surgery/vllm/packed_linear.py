@@ -13,6 +13,8 @@ This module does not import vLLM.
 Low-rank parts that follow one another are computed together: their factors `right` lie one after another in the flat
 tensor, so one product computes the first half of all.
 
+Parts stored as integers of 8 or 4 bits stay so in memory. Each call multiplies them out, one part at a time.
+
 With tensor parallelism each process holds a slice of every part: see `slice_spec`.
 """
 
@@ -24,15 +26,16 @@ from math import prod
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
-from surgery.checkpoint.table import is_pruned
+from surgery.checkpoint.table import is_pruned, is_quantized
 from surgery.core.errors import SurgeryError
-from surgery.modeling.modules import build_module, fewer_features, is_joined
+from surgery.modeling.modules import build_module, fewer_features, float_entry, is_joined
 from surgery.structures import StructuredLinear
 from surgery.structures.grouped import low_rank_stack
 from surgery.structures.low_rank import LowRankLinear
+from surgery.structures.quantized import QuantizedLinear
 
 Side = Literal["out", "in"]
 SLICED = ("low_rank", "btt", "monarch", "dense", "folded")
@@ -65,7 +68,8 @@ class PackedLinear:
         shard: Shard | None = None,
     ):
         self.shard = shard or Shard()
-        self.modules = []
+        self.modules: list[nn.Module] = []  # of each part: its stored tensors
+        self.computed: list[nn.Module] = []  # of each part: its product, in floating point
         self.cuts: list[dict[str, tuple[int, int]]] = []  # of each part: tensor -> (axis, slices), for sliced tensors
         self.shapes: list[dict[str, tuple[int, ...]]] = []  # of each part: tensor -> shape in the checkpoint
         self.joined = _find_joined(specs, out_features)
@@ -87,12 +91,19 @@ class PackedLinear:
             self.shapes.append({name: tuple(t.shape) for name, t in whole.state_dict().items()})
             local, cuts = slice_spec(entry, self.shard)
             self.modules.append(build_module(without_bias(local), "meta", dtype))
+            self.computed.append(build_module(without_bias(float_entry(local)), "meta", dtype))
             self.cuts.append(cuts)
         self.places: list[dict[str, tuple[int, tuple[int, ...]]]] = [{} for _ in self.modules]
         self.tensors: dict[str, tuple[int, torch.dtype]] = {}
         for slots, module in zip(self.places, self.modules):
             for name, t in module.state_dict().items():
-                start, _ = self.tensors.get(name, (0, t.dtype))
+                start, stored = self.tensors.get(name, (0, t.dtype))
+                if stored != t.dtype:
+                    raise SurgeryError(
+                        f"the linears that vLLM computes together store {name!r} in {stored} and in {t.dtype}, and the "
+                        "plugin keeps both in one tensor. Use `transformers serve`, or the checkpoint before `surgery "
+                        "quantize`"
+                    )
                 slots[name] = (start, tuple(t.shape))
                 self.tensors[name] = (start + t.numel(), t.dtype)
         self.stacks = self._find_stacks()
@@ -112,6 +123,11 @@ class PackedLinear:
             raise SurgeryError(
                 f"tensor {name!r} of part {part} has shape {list(loaded.shape)} in the checkpoint, and "
                 f"{list(self.shapes[part][name])} by its table: config.json and weights do not belong together"
+            )
+        if loaded.dtype != flat.dtype and not (loaded.is_floating_point() and flat.is_floating_point()):
+            raise SurgeryError(
+                f"tensor {name!r} of part {part} is {loaded.dtype} in the checkpoint, and {flat.dtype} by its table: "
+                "config.json and weights do not belong together"
             )
         if (part, name) not in self.missing:
             raise SurgeryError(f"the checkpoint has tensor {name!r} of part {part} twice")
@@ -137,14 +153,28 @@ class PackedLinear:
             filled = copy.deepcopy(module)
             filled.load_state_dict(tensors, assign=True)
             for linear in filled.modules():
-                if isinstance(linear, StructuredLinear):
+                if isinstance(linear, (StructuredLinear, QuantizedLinear)):
                     linear.check_loaded()
 
     def _parts(self, flats: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Return the stored tensors of each part."""
         return [
             {name: flats[name][start : start + prod(shape)].view(shape) for name, (start, shape) in slots.items()}
             for slots in self.places
         ]
+
+    def _float_tensors(self, part: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of a part as its product takes them: integers multiplied out, the others as they are."""
+        tensors = dict(tensors)
+        for path, linear in self.modules[part].named_modules():
+            if isinstance(linear, QuantizedLinear):
+                prefix, stored = f"{path}." if path else "", {}
+                for core in linear.shapes:
+                    for name in (core, f"{core}_scale"):
+                        stored[name] = tensors.pop(f"{prefix}{name}")
+                for core, values in linear.float_cores(stored).items():
+                    tensors[f"{prefix}{core}"] = values
+        return tensors
 
     def __call__(self, flats: dict[str, Tensor], x: Tensor) -> Tensor:
         """Return the parts' outputs side by side, (.., sum of out), for x (.., in)."""
@@ -159,7 +189,7 @@ class PackedLinear:
                 outs.append(self._stack(flats, x, self.stacks[part]))
                 part = self.stacks[part][-1] + 1
             else:
-                outs.append(functional_call(self.modules[part], parts[part], (x,)))
+                outs.append(functional_call(self.computed[part], self._float_tensors(part, parts[part]), (x,)))
                 part += 1
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
 
@@ -190,8 +220,10 @@ class PackedLinear:
 
     def whole(self, flats: dict[str, Tensor], x: Tensor) -> Tensor:
         """Return the output of the matrix of joined linears, with the rows of all, (.., sum of out)."""
-        holder: Any = self.modules[self.joined[0]]
-        tensors = {name.partition(".")[2]: t for name, t in self._parts(flats)[self.joined[0]].items() if "." in name}
+        part = self.joined[0]
+        holder: Any = self.computed[part]
+        whole = self._float_tensors(part, self._parts(flats)[part])
+        tensors = {name.partition(".")[2]: t for name, t in whole.items() if "." in name}
         y: Tensor = functional_call(holder.matrix, tensors, (x,))
         return y
 
@@ -264,6 +296,11 @@ def slice_spec(spec: dict[str, Any], shard: Shard) -> tuple[dict[str, Any], dict
     structure, count, out = spec["structure"], shard.count, shard.side == "out"
     if count == 1:
         return spec, {}
+    if is_quantized({"": spec}):
+        raise SurgeryError(
+            f"{structure} matrices stored as integers are not cut over processes (tensor parallelism). Use one process, "
+            "or the checkpoint before `surgery quantize`"
+        )
     if structure not in SLICED:
         raise SurgeryError(
             f"{structure} matrices are not cut over processes (tensor parallelism is for {', '.join(SLICED)}). Use one "

@@ -14,7 +14,9 @@ from helpers.forked import run_processes
 
 from surgery.core.errors import SurgeryError
 from surgery.modeling.joined import connect_joined
-from surgery.modeling.modules import build_module
+from surgery.modeling.modules import build_module, quantized_entry
+from surgery.modeling.quantize import quantize_module
+from surgery.structures.quantized import Storage
 from surgery.vllm.packed_linear import PackedLinear, Shard
 
 IN = 48
@@ -168,6 +170,31 @@ def test_joined_parts_are_one_product(structure):
     packed = PackedLinear([entry("btt", 32), *rest], IN, outs, torch.float32)
     flats = fill(packed, [own, *modules])
     torch.testing.assert_close(packed(flats, x), torch.cat([module(x) for module in (own, *modules)], -1))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("structure", [name for name in SHIPPED if name != "folded"])
+def test_parts_stored_as_integers(structure, bits):
+    outs, x = (32, 16), torch.randn(2, 3, IN)
+    specs = [entry(structure, out) for out in outs]
+    modules = [quantize_module(random_module(spec), Storage(bits, 16)) for spec in specs]
+    stored = [quantized_entry(spec, Storage(bits, 16)) for spec in specs]
+    packed = PackedLinear(stored, IN, outs, torch.float32)
+    flats = fill(packed, modules)
+    packed.check_complete("layer", flats)
+    assert packed.tensors["weight"][1] == (torch.int8 if bits == 8 else torch.uint8)
+    wanted = torch.cat([module(x) for module in modules], -1)
+    torch.testing.assert_close(packed(flats, x), wanted)
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(packed.__call__, backend="eager", fullgraph=True)(flats, x), wanted)
+    with pytest.raises(SurgeryError, match=r"is torch\.float32 in the checkpoint, and torch\.u?int8 by its table"):
+        packed.copy_part(flats["weight"], "weight", 0, torch.zeros(packed.shapes[0]["weight"]))
+
+
+def test_integers_beside_floats_of_one_name_are_refused():
+    specs = [quantized_entry(entry("low_rank", 32), Storage(8)), entry("low_rank", 16)]
+    with pytest.raises(SurgeryError, match=r"store 'weight' in torch\.int8 and in torch\.float32"):
+        PackedLinear(specs, IN, (32, 16), torch.float32)
 
 
 def test_a_joined_linear_alone_in_its_layer():
