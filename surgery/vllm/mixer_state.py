@@ -197,7 +197,8 @@ def mix_decodes(mixer: LinearMixer, layout: StateLayout, cache_SN: Tensor, batch
     """Return out_BHTV of the batch's decodes, one token each (T = 1), and write the states after them to the cache."""
     n = batch.decodes
     page_B, seen_B = batch.rows_R[:n], batch.seen_R[:n]
-    step = (inputs.q_BHTK, mixer, inputs, seen_B, layout.views(cache_SN), page_B)
+    pool = layout.views(cache_SN)
+    step = (inputs.q_BHTK, mixer, inputs, seen_B, pool, page_B)
     if has_kernel(*step):
         return step_in_pool(*step)
     page_B, seen_B, seen = page_B.long(), seen_B.long(), [length - 1 for length in batch.lengths[:n]]
@@ -207,4 +208,4 @@ def mix_decodes(mixer: LinearMixer, layout: StateLayout, cache_SN: Tensor, batch
         return out_BH1V
     if 0 in seen:
         cache_SN[page_B[seen_B == 0], : layout.size] = 0
-    return step_in_pool(inputs.q_BHTK, mixer, inputs, seen_B, layout.views(cache_SN), page_B)
+    return step_in_pool(inputs.q_BHTK, mixer, inputs, seen_B, pool, page_B)
