@@ -13,7 +13,8 @@ This module does not import vLLM.
 Low-rank parts that follow one another are computed together: their factors `right` lie one after another in the flat
 tensor, so one product computes the first half of all.
 
-Parts stored as integers of 8 or 4 bits stay so in memory. Each call multiplies them out, one part at a time.
+Parts stored as integers of 8 or 4 bits stay so in memory. Each call multiplies them out, one part at a time. Where
+tensors of one name have several dtypes, the flat tensor is one of bytes.
 
 With tensor parallelism each process holds a slice of every part: see `slice_spec`.
 """
@@ -22,8 +23,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from surgery.structures.low_rank import LowRankLinear
 from surgery.structures.quantized import QuantizedLinear
 
 Side = Literal["out", "in"]
+ALIGNMENT = 16  # bytes, of a tensor that lies in one of bytes
 SLICED = ("low_rank", "btt", "monarch", "dense", "folded")
 
 
@@ -48,6 +49,21 @@ class Shard:
     rank: int = 0
     count: int = 1
     side: Side = "out"
+
+
+class Place(NamedTuple):
+    """Where a tensor of a part lies in the flat tensor of its name: elements start .. stop - 1, or bytes if the flat
+    tensor is one of bytes."""
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return the tensor, as a view."""
+        part = flat[self.start : self.stop]
+        return (part if part.dtype == self.dtype else part.view(self.dtype)).view(self.shape)
 
 
 class PackedLinear:
@@ -93,19 +109,21 @@ class PackedLinear:
             self.modules.append(build_module(without_bias(local), "meta", dtype))
             self.computed.append(build_module(without_bias(float_entry(local)), "meta", dtype))
             self.cuts.append(cuts)
-        self.places: list[dict[str, tuple[int, tuple[int, ...]]]] = [{} for _ in self.modules]
+        self.places: list[dict[str, Place]] = [{} for _ in self.modules]
         self.tensors: dict[str, tuple[int, torch.dtype]] = {}
+        stored: dict[str, set[torch.dtype]] = {}
+        for module in self.modules:
+            for name, t in module.state_dict().items():
+                stored.setdefault(name, set()).add(t.dtype)
+        self.mixed = {name for name, dtypes in stored.items() if len(dtypes) > 1}
         for slots, module in zip(self.places, self.modules):
             for name, t in module.state_dict().items():
-                start, stored = self.tensors.get(name, (0, t.dtype))
-                if stored != t.dtype:
-                    raise SurgeryError(
-                        f"the linears that vLLM computes together store {name!r} in {stored} and in {t.dtype}, and the "
-                        "plugin keeps both in one tensor. Use `transformers serve`, or the checkpoint before `surgery "
-                        "quantize`"
-                    )
-                slots[name] = (start, tuple(t.shape))
-                self.tensors[name] = (start + t.numel(), t.dtype)
+                start, dtype = self.tensors.get(name, (0, torch.uint8 if name in self.mixed else t.dtype))
+                size = t.numel()
+                if name in self.mixed:
+                    start, size = -(-start // ALIGNMENT) * ALIGNMENT, t.nbytes
+                slots[name] = Place(start, start + size, tuple(t.shape), t.dtype)
+                self.tensors[name] = (start + size, dtype)
         self.stacks = self._find_stacks()
         self.has_biases = any(name.rpartition(".")[2] == "bias" for name in self.tensors)
         self.missing = {(part, name) for part, slots in enumerate(self.places) for name in slots}
@@ -124,9 +142,10 @@ class PackedLinear:
                 f"tensor {name!r} of part {part} has shape {list(loaded.shape)} in the checkpoint, and "
                 f"{list(self.shapes[part][name])} by its table: config.json and weights do not belong together"
             )
-        if loaded.dtype != flat.dtype and not (loaded.is_floating_point() and flat.is_floating_point()):
+        place = self.places[part][name]
+        if loaded.dtype != place.dtype and not (loaded.is_floating_point() and place.dtype.is_floating_point):
             raise SurgeryError(
-                f"tensor {name!r} of part {part} is {loaded.dtype} in the checkpoint, and {flat.dtype} by its table: "
+                f"tensor {name!r} of part {part} is {loaded.dtype} in the checkpoint, and {place.dtype} by its table: "
                 "config.json and weights do not belong together"
             )
         if (part, name) not in self.missing:
@@ -134,8 +153,7 @@ class PackedLinear:
         if name in self.cuts[part]:
             axis, count = self.cuts[part][name]
             loaded = loaded.chunk(count, dim=axis)[self.shard.rank]
-        start, shape = self.places[part][name]
-        flat.data[start : start + prod(shape)].copy_(loaded.reshape(-1))
+        place.of(flat.data).copy_(loaded)
         self.missing.discard((part, name))
 
     def check_complete(self, path: str, flats: dict[str, Tensor]) -> None:
@@ -158,10 +176,7 @@ class PackedLinear:
 
     def _parts(self, flats: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         """Return the stored tensors of each part."""
-        return [
-            {name: flats[name][start : start + prod(shape)].view(shape) for name, (start, shape) in slots.items()}
-            for slots in self.places
-        ]
+        return [{name: place.of(flats[name]) for name, place in slots.items()} for slots in self.places]
 
     def _float_tensors(self, part: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a part as its product takes them: integers multiplied out, the others as they are."""
@@ -196,7 +211,7 @@ class PackedLinear:
     def _find_stacks(self) -> dict[int, range]:
         """Return first part -> parts of each run of low-rank linears whose factors `right` lie one after another."""
         stacks: dict[int, range] = {}
-        part = 0
+        part = len(self.modules) if {"right", "weight"} & self.mixed else 0
         while part < len(self.modules):
             stop = part
             while stop < len(self.modules) and type(self.modules[stop]) is LowRankLinear:
@@ -209,10 +224,9 @@ class PackedLinear:
     def _stack(self, flats: dict[str, Tensor], x: Tensor, parts: range) -> Tensor:
         """Return the outputs of a run of low-rank linears, side by side."""
         places = [self.places[part] for part in parts]
-        start, inputs = places[0]["right"][0], places[0]["right"][1][1]
-        stop = places[-1]["right"][0] + prod(places[-1]["right"][1])
-        lefts = [flats["weight"][a : a + prod(shape)].view(shape) for a, shape in (p["weight"] for p in places)]
-        right_RI = flats["right"][start:stop].view(-1, inputs)
+        first, last = places[0]["right"], places[-1]["right"]
+        lefts = [place["weight"].of(flats["weight"]) for place in places]
+        right_RI = flats["right"][first.start : last.stop].view(-1, first.shape[1])
         if torch.compiler.is_compiling():
             y: Tensor = STACK_OP(x, right_RI, lefts)
             return y

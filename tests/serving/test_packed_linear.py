@@ -191,10 +191,21 @@ def test_parts_stored_as_integers(structure, bits):
         packed.copy_part(flats["weight"], "weight", 0, torch.zeros(packed.shapes[0]["weight"]))
 
 
-def test_integers_beside_floats_of_one_name_are_refused():
-    specs = [quantized_entry(entry("low_rank", 32), Storage(8)), entry("low_rank", 16)]
-    with pytest.raises(SurgeryError, match=r"store 'weight' in torch\.int8 and in torch\.float32"):
-        PackedLinear(specs, IN, (32, 16), torch.float32)
+def test_parts_with_different_bits_or_none_lie_in_one_tensor_of_bytes():
+    names, outs, x = ("low_rank", "low_rank", "dense", "btt", "low_rank"), (32, 17, 24, 16, 8), torch.randn(5, IN)
+    storages = [Storage(8), None, Storage(4, 16), Storage(4), None]
+    specs = [entry(name, out) for name, out in zip(names, outs)]
+    modules = [random_module(spec) for spec in specs]
+    modules = [m if s is None else quantize_module(m, s) for m, s in zip(modules, storages)]
+    stored = [spec if s is None else quantized_entry(spec, s) for spec, s in zip(specs, storages)]
+    packed = PackedLinear(stored, IN, outs, torch.float32)
+    flats = fill(packed, modules)
+    packed.check_complete("layer", flats)
+    assert packed.tensors["weight"][1] == torch.uint8
+    wanted = torch.cat([module(x) for module in modules], -1)
+    torch.testing.assert_close(packed(flats, x), wanted)
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(packed.__call__, backend="eager", fullgraph=True)(flats, x), wanted)
 
 
 def test_a_joined_linear_alone_in_its_layer():
