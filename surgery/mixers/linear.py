@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +48,7 @@ from surgery.mixers.common.window_hybrid import (
     LocalOutput,
     RecentAndSinks,
     Tensors,
-    attend_visible_slots,
+    attend_slots,
     join_and_gate,
     join_branches,
     local_attention,
@@ -179,6 +181,7 @@ class LinearMixer(Mixer):
             raise SurgeryError("linear: bidirectional attention has no state; call mix without one")
         return (one_token if inputs.x_BTD.shape[1] == 1 else mix_tokens)(inputs.q_BHTK, self, inputs, state)
 
+    @torch.no_grad()
     def step_in_pool(self, inputs: MixerInputs, seen_B: Tensor, pool: Tensors, page_B: Tensor) -> Tensor:
         """Return out_BHTV of one token per row (T = 1), and update the state of each row in place.
 
@@ -217,30 +220,26 @@ class LinearMixer(Mixer):
         new = {"k": tokens.window_k_BTGK, "v": tokens.v_BTGV, **self._written_signals(tokens.x_BTD, signals)}
         if self.rope in TWO_FORMS:
             new["linear_k"] = tokens.k_BTGK[..., : self.shape.key]
-        leaving = {}
+        plan, leaving = ring_plan(tuple(seen_B.tolist()), window, sinks, slots, seen_B.device), {}
         for name, t in new.items():
             ring = pool[f"ring.{name}"]
-            ring[page_B, seen_B % slots] = t.squeeze(1).to(ring.dtype)
-            leaving[name] = ring[page_B, (seen_B + 1) % slots].unsqueeze(1).to(t.dtype)
-        first_B = (seen_B < sinks).nonzero().squeeze(1)
-        if len(first_B):
+            ring[page_B, plan.slot_B] = t.squeeze(1).to(ring.dtype)
+            leaving[name] = ring[page_B, plan.next_B].unsqueeze(1).to(t.dtype)
+        if len(plan.first_M):
             for name in "kv":
-                pool[f"sink.{name}"][page_B[first_B], seen_B[first_B]] = new[name][first_B, 0].to(ring.dtype)
-        keys, values = (
-            RecentAndSinks(*(pool[f"{part}.{name}"][page_B].transpose(1, 2) for part in ("ring", "sink")))
+                sink, first_M = pool[f"sink.{name}"], plan.first_M
+                sink[page_B[first_M], seen_B[first_M]] = new[name][first_M, 0].to(sink.dtype)
+        # index_select copies whole pages, which indexing copies element by element.
+        keys_BXGK, values_BXGV = (
+            torch.cat([pool[f"{part}.{name}"].index_select(0, page_B) for part in ("sink", "ring")], dim=1)
             for name in "kv"
         )
-        position_BS = seen_B.unsqueeze(1) - (seen_B.unsqueeze(1) - torch.arange(slots, device=seen_B.device)) % slots
-        recent_BS = (position_BS > seen_B.unsqueeze(1) - window) & (position_BS >= sinks)
-        sink_BS = torch.arange(sinks, device=seen_B.device) <= seen_B.unsqueeze(1)
-        visible_BNCX = torch.cat([sink_BS, recent_BS], dim=1)[:, None, None]
         q_BGJTK = tokens.window_q_BTHK.transpose(1, 2).unflatten(1, (self.shape.groups, -1))
-        normalise = self.config.normalise
-        local = attend_visible_slots(q_BGJTK, keys, values, visible_BNCX, self.shape, with_largest=normalise)
+        largest = self.config.normalise
+        local = attend_slots(q_BGJTK, keys_BXGK, values_BXGV, plan.visible_BX, self.shape, with_largest=largest)
         rows = self._mask_inputs(tokens, leaving, signals, seen_B)
-        far_B = seen_B - window - sinks
-        rows = replace(rows, start_B=far_B.clamp_min(0), count_B=(far_B >= 0).long())
-        return zero_padding_writes(rows, self.mask.written_signals), local
+        rows = replace(rows, start_B=plan.start_B, count_B=plan.count_B)
+        return (rows if plan.all_write else zero_padding_writes(rows, self.mask.written_signals)), local
 
     def dense(self, inputs: MixerInputs) -> Tensor:
         """Return out_BHTV by the definition, in quadratic time."""
@@ -686,6 +685,37 @@ def step_in_pool(
     with seen_B < 0 as padding: zeros, no page. The reference has neither: it needs pages of zeros.
     """
     return mixer.step_in_pool(inputs, seen_B, pool, page_B)
+
+
+class RingPlan(NamedTuple):
+    """Where the tokens of a decoding step are stored and read, of rows that have seen some tokens.
+
+    slot_B, next_B: the slot of the ring that the token takes, and the one after it, of the token that leaves the window.
+    first_M: the rows whose token is a sink. visible_BX: which sinks and slots a query attends to. start_B, count_B: the
+    tokens in the mask's state, and whether one enters it, 0 or 1. all_write: whether one enters it in every row.
+    """
+
+    slot_B: Tensor
+    next_B: Tensor
+    first_M: Tensor
+    visible_BX: Tensor
+    start_B: Tensor
+    count_B: Tensor
+    all_write: bool
+
+
+@lru_cache(maxsize=16)  # the layers of a model ask for the same plan
+def ring_plan(seen: tuple[int, ...], window: int, sinks: int, slots: int, device: torch.device) -> RingPlan:
+    """Return the plan of a window of these sizes."""
+    seen_B = torch.tensor(seen, device=device)
+    slot_X, seen_B1 = torch.arange(slots, device=device), seen_B.unsqueeze(1)
+    position_BX = seen_B1 - (seen_B1 - slot_X) % slots
+    recent_BX = (position_BX > seen_B1 - window) & (position_BX >= sinks)
+    sink_BX = torch.arange(sinks, device=device) <= seen_B1
+    first_M, far_B = (seen_B < sinks).nonzero().squeeze(1), seen_B - window - sinks
+    visible_BX, writes_B = torch.cat([sink_BX, recent_BX], dim=1), far_B >= 0
+    slots_B = seen_B % slots, (seen_B + 1) % slots
+    return RingPlan(*slots_B, first_M, visible_BX, far_B.clamp_min(0), writes_B.long(), bool(writes_B.all()))
 
 
 def token_positions(tokens: ProjectedTokens, seen_B: Tensor) -> Tensor:

@@ -246,11 +246,9 @@ def _build_quantized(spec: dict[str, Any], device: str | torch.device, dtype: to
 
     A dense weight is stored as (1, out, in), as GuardedLinear stores it.
     """
-    plain = {k: v for k, v in spec.items() if k not in ("bits", "group", "scales")}
-    if shares_basis(plain):
+    if shares_basis(spec):
         raise SurgeryError(f"{DAMAGED_TABLE}: a linear whose basis is shared by experts is not stored as integers")
-    if plain.get("structure") in ("dense", "pruned"):
-        plain["structure"] = "folded"
+    plain = float_entry({"bits": 0, **spec})
     try:
         storage = Storage(spec.get("bits", 0), spec.get("group"))
         if plain.get("structure") in ("split", "joined"):
@@ -276,6 +274,18 @@ def quantized_entry(entry: dict[str, Any], storage: Storage) -> dict[str, Any]:
         structure: Any = STRUCTURES[STRUCTURES.config_type(entry["structure"])]
         entry |= {"scales": "inputs"} if structure.scales_named else {}
     return entry
+
+
+def float_entry(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the table entry of the linear that a stored one is computed as: without the storage, also of the parts of a
+    split entry and of the matrix of a joined one. A dense weight is (1, out, in), as in GuardedLinear.
+    """
+    if "bits" in entry:
+        entry = {k: v for k, v in entry.items() if k not in ("bits", "group", "scales")}
+        return {**entry, "structure": "folded"} if entry.get("structure") in ("dense", "pruned") else entry
+    if isinstance(parts := entry.get("parts"), dict):
+        return {**entry, "parts": {name: float_entry(part) for name, part in parts.items()}}
+    return {**entry, "matrix": float_entry(entry["matrix"])} if isinstance(entry.get("matrix"), dict) else entry
 
 
 REPLACED = (

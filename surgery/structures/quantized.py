@@ -10,8 +10,9 @@ the product of the structure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -193,19 +194,24 @@ class QuantizedLinear(nn.Module):
 
     def float_linear(self) -> Any:
         """Return the linear in floating point: the integers times their scales, the bias, and index tables."""
-        (template,), cores = self._template, {}
-        for name, shape in self.shapes.items():
-            axes = self.storage.axes(template, name)
-            inputs = 1
-            for axis in axes:
-                inputs *= shape[axis]
-            rows = dequantize_rows(getattr(self, name), getattr(self, f"{name}_scale"), inputs, self.storage)
-            cores[name] = rows_to_core(rows, shape, axes)
+        (template,) = self._template
+        stored = {name: getattr(self, name) for core in self.shapes for name in (core, f"{core}_scale")}
+        cores = self.float_cores(stored)
         linear = object.__new__(type(template))
         linear.__dict__.update(template.__dict__, training=self.training)
         linear.__dict__["_parameters"] = {**cores, "bias": self.bias}
         linear.__dict__["_buffers"] = {name: self._buffers[name] for name in template._buffers}
         return linear
+
+    def float_cores(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the cores in floating point, by name, of integers and scales that are stored under these names."""
+        (template,), cores = self._template, {}
+        for name, shape in self.shapes.items():
+            axes = self.storage.axes(template, name)
+            inputs = prod([shape[axis] for axis in axes])
+            rows = dequantize_rows(stored[name], stored[f"{name}_scale"], inputs, self.storage)
+            cores[name] = rows_to_core(rows, shape, axes)
+        return cores
 
     def forward(self, x: Tensor) -> Tensor:
         """Return B x + bias (..., O) for x (..., I)."""

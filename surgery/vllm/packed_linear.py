@@ -13,6 +13,9 @@ This module does not import vLLM.
 Low-rank parts that follow one another are computed together: their factors `right` lie one after another in the flat
 tensor, so one product computes the first half of all.
 
+Parts stored as integers of 8 or 4 bits stay so in memory. Each call multiplies them out, one part at a time. Where
+tensors of one name have several dtypes, the flat tensor is one of bytes.
+
 With tensor parallelism each process holds a slice of every part: see `slice_spec`.
 """
 
@@ -20,21 +23,22 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
-from surgery.checkpoint.table import is_pruned
+from surgery.checkpoint.table import is_pruned, is_quantized
 from surgery.core.errors import SurgeryError
-from surgery.modeling.modules import build_module, fewer_features, is_joined
+from surgery.modeling.modules import build_module, fewer_features, float_entry, is_joined
 from surgery.structures import StructuredLinear
 from surgery.structures.grouped import low_rank_stack
 from surgery.structures.low_rank import LowRankLinear
+from surgery.structures.quantized import QuantizedLinear
 
 Side = Literal["out", "in"]
+ALIGNMENT = 16  # bytes, of a tensor that lies in one of bytes
 SLICED = ("low_rank", "btt", "monarch", "dense", "folded")
 
 
@@ -45,6 +49,21 @@ class Shard:
     rank: int = 0
     count: int = 1
     side: Side = "out"
+
+
+class Place(NamedTuple):
+    """Where a tensor of a part lies in the flat tensor of its name: elements start .. stop - 1, or bytes if the flat
+    tensor is one of bytes."""
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return the tensor, as a view."""
+        part = flat[self.start : self.stop]
+        return (part if part.dtype == self.dtype else part.view(self.dtype)).view(self.shape)
 
 
 class PackedLinear:
@@ -65,7 +84,8 @@ class PackedLinear:
         shard: Shard | None = None,
     ):
         self.shard = shard or Shard()
-        self.modules = []
+        self.modules: list[nn.Module] = []  # of each part: its stored tensors
+        self.computed: list[nn.Module] = []  # of each part: its product, in floating point
         self.cuts: list[dict[str, tuple[int, int]]] = []  # of each part: tensor -> (axis, slices), for sliced tensors
         self.shapes: list[dict[str, tuple[int, ...]]] = []  # of each part: tensor -> shape in the checkpoint
         self.joined = _find_joined(specs, out_features)
@@ -87,14 +107,23 @@ class PackedLinear:
             self.shapes.append({name: tuple(t.shape) for name, t in whole.state_dict().items()})
             local, cuts = slice_spec(entry, self.shard)
             self.modules.append(build_module(without_bias(local), "meta", dtype))
+            self.computed.append(build_module(without_bias(float_entry(local)), "meta", dtype))
             self.cuts.append(cuts)
-        self.places: list[dict[str, tuple[int, tuple[int, ...]]]] = [{} for _ in self.modules]
+        self.places: list[dict[str, Place]] = [{} for _ in self.modules]
         self.tensors: dict[str, tuple[int, torch.dtype]] = {}
+        stored: dict[str, set[torch.dtype]] = {}
+        for module in self.modules:
+            for name, t in module.state_dict().items():
+                stored.setdefault(name, set()).add(t.dtype)
+        self.mixed = {name for name, dtypes in stored.items() if len(dtypes) > 1}
         for slots, module in zip(self.places, self.modules):
             for name, t in module.state_dict().items():
-                start, _ = self.tensors.get(name, (0, t.dtype))
-                slots[name] = (start, tuple(t.shape))
-                self.tensors[name] = (start + t.numel(), t.dtype)
+                start, dtype = self.tensors.get(name, (0, torch.uint8 if name in self.mixed else t.dtype))
+                size = t.numel()
+                if name in self.mixed:
+                    start, size = -(-start // ALIGNMENT) * ALIGNMENT, t.nbytes
+                slots[name] = Place(start, start + size, tuple(t.shape), t.dtype)
+                self.tensors[name] = (start + size, dtype)
         self.stacks = self._find_stacks()
         self.has_biases = any(name.rpartition(".")[2] == "bias" for name in self.tensors)
         self.missing = {(part, name) for part, slots in enumerate(self.places) for name in slots}
@@ -113,13 +142,18 @@ class PackedLinear:
                 f"tensor {name!r} of part {part} has shape {list(loaded.shape)} in the checkpoint, and "
                 f"{list(self.shapes[part][name])} by its table: config.json and weights do not belong together"
             )
+        place = self.places[part][name]
+        if loaded.dtype != place.dtype and not (loaded.is_floating_point() and place.dtype.is_floating_point):
+            raise SurgeryError(
+                f"tensor {name!r} of part {part} is {loaded.dtype} in the checkpoint, and {place.dtype} by its table: "
+                "config.json and weights do not belong together"
+            )
         if (part, name) not in self.missing:
             raise SurgeryError(f"the checkpoint has tensor {name!r} of part {part} twice")
         if name in self.cuts[part]:
             axis, count = self.cuts[part][name]
             loaded = loaded.chunk(count, dim=axis)[self.shard.rank]
-        start, shape = self.places[part][name]
-        flat.data[start : start + prod(shape)].copy_(loaded.reshape(-1))
+        place.of(flat.data).copy_(loaded)
         self.missing.discard((part, name))
 
     def check_complete(self, path: str, flats: dict[str, Tensor]) -> None:
@@ -137,14 +171,25 @@ class PackedLinear:
             filled = copy.deepcopy(module)
             filled.load_state_dict(tensors, assign=True)
             for linear in filled.modules():
-                if isinstance(linear, StructuredLinear):
+                if isinstance(linear, (StructuredLinear, QuantizedLinear)):
                     linear.check_loaded()
 
     def _parts(self, flats: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        return [
-            {name: flats[name][start : start + prod(shape)].view(shape) for name, (start, shape) in slots.items()}
-            for slots in self.places
-        ]
+        """Return the stored tensors of each part."""
+        return [{name: place.of(flats[name]) for name, place in slots.items()} for slots in self.places]
+
+    def _float_tensors(self, part: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of a part as its product takes them: integers multiplied out, the others as they are."""
+        tensors = dict(tensors)
+        for path, linear in self.modules[part].named_modules():
+            if isinstance(linear, QuantizedLinear):
+                prefix, stored = f"{path}." if path else "", {}
+                for core in linear.shapes:
+                    for name in (core, f"{core}_scale"):
+                        stored[name] = tensors.pop(f"{prefix}{name}")
+                for core, values in linear.float_cores(stored).items():
+                    tensors[f"{prefix}{core}"] = values
+        return tensors
 
     def __call__(self, flats: dict[str, Tensor], x: Tensor) -> Tensor:
         """Return the parts' outputs side by side, (.., sum of out), for x (.., in)."""
@@ -159,14 +204,14 @@ class PackedLinear:
                 outs.append(self._stack(flats, x, self.stacks[part]))
                 part = self.stacks[part][-1] + 1
             else:
-                outs.append(functional_call(self.modules[part], parts[part], (x,)))
+                outs.append(functional_call(self.computed[part], self._float_tensors(part, parts[part]), (x,)))
                 part += 1
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
 
     def _find_stacks(self) -> dict[int, range]:
         """Return first part -> parts of each run of low-rank linears whose factors `right` lie one after another."""
         stacks: dict[int, range] = {}
-        part = 0
+        part = len(self.modules) if {"right", "weight"} & self.mixed else 0
         while part < len(self.modules):
             stop = part
             while stop < len(self.modules) and type(self.modules[stop]) is LowRankLinear:
@@ -179,10 +224,9 @@ class PackedLinear:
     def _stack(self, flats: dict[str, Tensor], x: Tensor, parts: range) -> Tensor:
         """Return the outputs of a run of low-rank linears, side by side."""
         places = [self.places[part] for part in parts]
-        start, inputs = places[0]["right"][0], places[0]["right"][1][1]
-        stop = places[-1]["right"][0] + prod(places[-1]["right"][1])
-        lefts = [flats["weight"][a : a + prod(shape)].view(shape) for a, shape in (p["weight"] for p in places)]
-        right_RI = flats["right"][start:stop].view(-1, inputs)
+        first, last = places[0]["right"], places[-1]["right"]
+        lefts = [place["weight"].of(flats["weight"]) for place in places]
+        right_RI = flats["right"][first.start : last.stop].view(-1, first.shape[1])
         if torch.compiler.is_compiling():
             y: Tensor = STACK_OP(x, right_RI, lefts)
             return y
@@ -190,8 +234,10 @@ class PackedLinear:
 
     def whole(self, flats: dict[str, Tensor], x: Tensor) -> Tensor:
         """Return the output of the matrix of joined linears, with the rows of all, (.., sum of out)."""
-        holder: Any = self.modules[self.joined[0]]
-        tensors = {name.partition(".")[2]: t for name, t in self._parts(flats)[self.joined[0]].items() if "." in name}
+        part = self.joined[0]
+        holder: Any = self.computed[part]
+        whole = self._float_tensors(part, self._parts(flats)[part])
+        tensors = {name.partition(".")[2]: t for name, t in whole.items() if "." in name}
         y: Tensor = functional_call(holder.matrix, tensors, (x,))
         return y
 
@@ -264,6 +310,11 @@ def slice_spec(spec: dict[str, Any], shard: Shard) -> tuple[dict[str, Any], dict
     structure, count, out = spec["structure"], shard.count, shard.side == "out"
     if count == 1:
         return spec, {}
+    if is_quantized({"": spec}):
+        raise SurgeryError(
+            f"{structure} matrices stored as integers are not cut over processes (tensor parallelism). Use one process, "
+            "or the checkpoint before `surgery quantize`"
+        )
     if structure not in SLICED:
         raise SurgeryError(
             f"{structure} matrices are not cut over processes (tensor parallelism is for {', '.join(SLICED)}). Use one "

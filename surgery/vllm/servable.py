@@ -14,7 +14,7 @@ from typing import Any
 
 from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
-from surgery.checkpoint.table import QUANT_METHOD, is_pruned, is_quantized, read_mixers, read_table
+from surgery.checkpoint.table import QUANT_METHOD, is_pruned, read_mixers, read_table
 from surgery.checkpoint.tensor_names import check_tensors
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, MixerConfig, mixer_config
@@ -86,12 +86,6 @@ def check_config(config: dict[str, Any], name: str) -> ServedTable:
                 f"{name}, {path}: vLLM's classes of models with transposed linears (GPT-2's Conv1D) expect other "
                 "weights. Use "
                 "`transformers serve`, or `surgery serve`, which chooses it"
-            )
-        if is_quantized({path: entry}):
-            raise SurgeryError(
-                f"{name}, {path}: the linear is stored as integers, which vLLM's plugin does not serve: it has no product "
-                "with packed integers and their scales. Serve the checkpoint that it was made from, or use "
-                "`transformers serve`"
             )
         if is_pruned(entry) and entry.get("bias") and not _is_of_attention(path):
             raise SurgeryError(

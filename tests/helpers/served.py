@@ -67,6 +67,14 @@ def converted(source: Path, out: Path, **recipe) -> Path:
     return out
 
 
+def quantized(source: Path, out: Path, bits: int) -> Path:
+    """Store the linears of a converted checkpoint as integers."""
+    from surgery.conversion.quantize_checkpoint import quantize
+
+    quantize(str(source), out, bits)
+    return out
+
+
 def ragged_prompts(count: int = 8, shared: int = 0, longest: int = 120) -> list[list[int]]:
     """Return prompts of 6 to `longest` tokens behind `shared` equal ones."""
     generator = torch.Generator().manual_seed(1)

@@ -111,6 +111,47 @@ def test_a_restarted_request_does_not_read_its_old_row(served):
         torch.testing.assert_close(out, whole[1], rtol=0, atol=2e-4 * float(whole[1].abs().max()))
 
 
+def test_pieces_of_several_requests_share_a_call(served):
+    """Pieces of different lengths, at the beginning of a sequence and within one, in rows out of order."""
+    mixer, layout, sequences, whole = served
+    cache = torch.full((5, layout.size), float("nan"))
+    rows = torch.tensor([3, 0, 4])
+    calls = []
+    handle = mixer.register_forward_pre_hook(lambda *_: calls.append(1))
+    seen, outs = [0, 0, 0], [[], [], []]
+    for counts in ([9, 0, 2], [11, 5, 1], [17, 15, 0]):
+        chosen = [i for i, count in enumerate(counts) if count]
+        parts = [piece(sequences[i], seen[i], seen[i] + counts[i]) for i in chosen]
+        starts = [0, *torch.tensor([counts[i] for i in chosen]).cumsum(0).tolist()]
+        batch = Batch.of(0, starts, [seen[i] + counts[i] for i in chosen], rows[chosen])
+        out = mix_batch(mixer, layout, cache, batch, joined(parts))
+        for number, i in enumerate(chosen):
+            outs[i].append(out[starts[number] : starts[number + 1]])
+            seen[i] += counts[i]
+    handle.remove()
+    assert len(calls) == 3
+    for got, wanted in zip(outs, whole):
+        torch.testing.assert_close(torch.cat(got), wanted, rtol=0, atol=2e-4 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize(("lengths", "calls"), [((70, 70, 80), 2), ((70, 9, 64), 2)])
+def test_long_pieces_share_a_call_if_none_is_padded(served, lengths, calls):
+    mixer, _, _, _ = served
+    layout = StateLayout(mixer, max(lengths))
+    torch.manual_seed(3)
+    sequences, found = [random_tokens(length) for length in lengths], []
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    handle = mixer.register_forward_pre_hook(lambda *_: found.append(1))
+    batch = Batch.of(0, starts, list(lengths), torch.tensor([2, 0, 1]))
+    out = mix_batch(mixer, layout, torch.full((3, layout.size), float("nan")), batch, joined(sequences))
+    handle.remove()
+    assert len(found) == calls
+    for start, tokens in zip(starts, sequences):
+        wanted = mixer.mix(tokens.of_request(0, len(tokens.x_ND)))[0][0].transpose(0, 1)
+        got = out[start : start + len(wanted)]
+        torch.testing.assert_close(got, wanted, rtol=0, atol=2e-4 * float(wanted.abs().max()))
+
+
 @pytest.mark.parametrize("first", [1, 6, 20])
 def test_a_first_piece_among_the_decodes_does_not_read_what_another_request_left(served, first):
     """The first request goes on; the second begins with one token in the row of a request that ended."""

@@ -14,7 +14,9 @@ from helpers.forked import run_processes
 
 from surgery.core.errors import SurgeryError
 from surgery.modeling.joined import connect_joined
-from surgery.modeling.modules import build_module
+from surgery.modeling.modules import build_module, quantized_entry
+from surgery.modeling.quantize import quantize_module
+from surgery.structures.quantized import Storage
 from surgery.vllm.packed_linear import PackedLinear, Shard
 
 IN = 48
@@ -168,6 +170,42 @@ def test_joined_parts_are_one_product(structure):
     packed = PackedLinear([entry("btt", 32), *rest], IN, outs, torch.float32)
     flats = fill(packed, [own, *modules])
     torch.testing.assert_close(packed(flats, x), torch.cat([module(x) for module in (own, *modules)], -1))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("structure", [name for name in SHIPPED if name != "folded"])
+def test_parts_stored_as_integers(structure, bits):
+    outs, x = (32, 16), torch.randn(2, 3, IN)
+    specs = [entry(structure, out) for out in outs]
+    modules = [quantize_module(random_module(spec), Storage(bits, 16)) for spec in specs]
+    stored = [quantized_entry(spec, Storage(bits, 16)) for spec in specs]
+    packed = PackedLinear(stored, IN, outs, torch.float32)
+    flats = fill(packed, modules)
+    packed.check_complete("layer", flats)
+    assert packed.tensors["weight"][1] == (torch.int8 if bits == 8 else torch.uint8)
+    wanted = torch.cat([module(x) for module in modules], -1)
+    torch.testing.assert_close(packed(flats, x), wanted)
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(packed.__call__, backend="eager", fullgraph=True)(flats, x), wanted)
+    with pytest.raises(SurgeryError, match=r"is torch\.float32 in the checkpoint, and torch\.u?int8 by its table"):
+        packed.copy_part(flats["weight"], "weight", 0, torch.zeros(packed.shapes[0]["weight"]))
+
+
+def test_parts_with_different_bits_or_none_lie_in_one_tensor_of_bytes():
+    names, outs, x = ("low_rank", "low_rank", "dense", "btt", "low_rank"), (32, 17, 24, 16, 8), torch.randn(5, IN)
+    storages = [Storage(8), None, Storage(4, 16), Storage(4), None]
+    specs = [entry(name, out) for name, out in zip(names, outs)]
+    modules = [random_module(spec) for spec in specs]
+    modules = [m if s is None else quantize_module(m, s) for m, s in zip(modules, storages)]
+    stored = [spec if s is None else quantized_entry(spec, s) for spec, s in zip(specs, storages)]
+    packed = PackedLinear(stored, IN, outs, torch.float32)
+    flats = fill(packed, modules)
+    packed.check_complete("layer", flats)
+    assert packed.tensors["weight"][1] == torch.uint8
+    wanted = torch.cat([module(x) for module in modules], -1)
+    torch.testing.assert_close(packed(flats, x), wanted)
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(packed.__call__, backend="eager", fullgraph=True)(flats, x), wanted)
 
 
 def test_a_joined_linear_alone_in_its_layer():

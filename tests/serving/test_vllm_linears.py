@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.served import converted, expected, ragged_prompts, random_checkpoint
+from helpers.served import converted, expected, quantized, ragged_prompts, random_checkpoint
 from safetensors.torch import load_file, save_file
 from serving.engines import apart, check_equal, engine, generate, needs_vllm
 
@@ -84,6 +84,43 @@ def test_tokens_equal_those_of_transformers(name, tmp_path):
     with engine(out) as llm:
         assert llm.llm_engine.vllm_config.model_config.architecture == cls
         check_equal(generate(llm, prompts, 16), wanted)
+
+
+# family -> the recipe of a checkpoint that is stored as integers, and options of the engine
+QUANTIZED = {
+    "llama": (ALL_STRUCTURES, {}),
+    "llama-cores": (SEVERAL_CORES, {}),
+    "llama-transformers": (ALL_STRUCTURES, {"model_impl": "transformers"}),
+    "qwen2-joined": (JOINED, {}),
+    "phi3-split": ({**WHOLE, "fused": "split"}, {}),
+}
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_linears_stored_as_integers_give_the_tokens_of_transformers(name, bits, tmp_path):
+    """And the integers stay in memory."""
+    recipe, options = QUANTIZED[name]
+    source = apart(random_checkpoint, tmp_path / "SRC", name.partition("-")[0])
+    out = apart(quantized, apart(converted, source, tmp_path / "OUT", **recipe), tmp_path / "SMALL", bits)
+    prompts = ragged_prompts()
+    with engine(out, **options) as llm:
+        check_equal(generate(llm, prompts, 16), apart(expected, out, prompts, 16))
+        stored = llm.apply_model(integer_tensors)[0]
+    assert len(stored) >= 6 and all(dtype == (torch.int8 if bits == 8 else torch.uint8) for dtype in stored.values())
+
+
+def integer_tensors(model) -> dict[str, torch.dtype]:
+    return {n: t.dtype for n, t in model.named_parameters() if n.endswith("weight") and not t.is_floating_point()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [8, 4])
+def test_linears_stored_as_integers_compile(bits, llama, tmp_path):
+    out = apart(quantized, llama, tmp_path / "SMALL", bits)
+    prompts = ragged_prompts()
+    with engine(out, enforce_eager=False) as llm:
+        check_equal(generate(llm, prompts, 8), apart(expected, out, prompts, 8))
 
 
 @pytest.fixture(scope="module")

@@ -161,16 +161,18 @@ class LocalOutput(NamedTuple):
     """Output of the softmax branch, float32 (float64 of float64 inputs).
 
     out: softmax-weighted values, (B, G, J, T, V). lse: log-sum-exp of the scores of each query, (B, G, J, T). largest:
-    largest score of each query, (B, G, J, T), or None if it was not asked for.
+    largest score of each query, (B, G, J, T). lse and largest are None if they were not asked for.
     """
 
     out: Tensor
-    lse: Tensor
+    lse: Tensor | None
     largest: Tensor | None
 
     def sums(self) -> Tensor:
         """Return sum exp(score - largest) v and, as the last column, sum exp(score - largest): (B, G, J, T, V + 1)."""
-        assert self.largest is not None, "the largest scores are missing; call local_attention with with_largest=True"
+        assert self.largest is not None and self.lse is not None, (
+            "the largest scores are missing; call local_attention with with_largest=True"
+        )
         total_BGJT1 = torch.exp(self.lse - self.largest).unsqueeze(-1)
         return torch.cat([self.out * total_BGJT1, total_BGJT1], dim=-1)
 
@@ -231,6 +233,26 @@ def attend_visible_slots(
     parts = (out / total, largest + total.log(), largest)
     out, lse, largest = (t.flatten(3, 4)[:, :, :, :length] for t in parts)
     return LocalOutput(out, lse.squeeze(-1), largest.squeeze(-1) if with_largest else None)
+
+
+def attend_slots(
+    q_BGJTK: Tensor, k_BXGK: Tensor, v_BXGV: Tensor, visible_BX: Tensor, shape: AttentionShape, *, with_largest: bool
+) -> LocalOutput:
+    """Return the output of the softmax branch of one token per row (T = 1), over slots in any order, in float32 or
+    wider.
+
+    Without a softcap and the largest scores it is one call of PyTorch's attention, which reads keys and values as they
+    lie.
+    """
+    dtype = torch.promote_types(q_BGJTK.dtype, torch.float32)
+    k_BGXK, v_BGXV = (t.transpose(1, 2).to(dtype) for t in (k_BXGK, v_BXGV))
+    if with_largest or shape.softcap is not None:
+        keys, values = (RecentAndSinks(t, t[:, :, :0]) for t in (k_BGXK, v_BGXV))
+        visible_BNCX = visible_BX[:, None, None]
+        return attend_visible_slots(q_BGJTK, keys, values, visible_BNCX, shape, with_largest=with_largest)
+    q_BGJK, visible_B11X = q_BGJTK.squeeze(3).to(dtype), visible_BX[:, None, None]
+    out_BGJV = F.scaled_dot_product_attention(q_BGJK, k_BGXK, v_BGXV, attn_mask=visible_B11X, scale=shape.scaling)
+    return LocalOutput(out_BGJV.unsqueeze(3), None, None)
 
 
 def _visible_slots(seen_B: Tensor, window: int, sinks: int, count: int, block: int) -> Tensor:

@@ -18,8 +18,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, ClassVar, Literal
+from functools import lru_cache, partial
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,7 @@ from surgery.mixers.masks.level_weights import (
 from surgery.mixers.masks.log_linear_chunked import FenwickTree, bit_length
 from surgery.mixers.masks.ones import Ones
 from surgery.mixers.masks.semiseparable import Semiseparable, write_token
+from surgery.mixers.masks.states_in_place import read_states, update_states
 from surgery.mixers.masks.strong_levels import move_buckets, strong_chunks, strong_level
 from surgery.mixers.projections import Float32Linear, float32_linear, is_hooked
 
@@ -129,7 +130,6 @@ class Hierarchical:
         return self.block.bit_length() - 1
 
 
-CACHED_ELEMENTS = 2**18  # of the buckets that a decoding step on a CPU computes together: 1 MB
 # Biases of lambda = 0 and lambda = 1, with c at its initial value: softplus maps -30 to 1e-13.
 ONE_LEVEL_BIASES: dict[str, tuple[float, float]] = {
     "softplus": (-30.0, math.log(math.e - 1)),
@@ -333,7 +333,8 @@ class HierarchicalMask(Mask):
         token = rows.q_BGJTF.squeeze(3), rows.k_BGTF.squeeze(2), rows.v_BGTV.squeeze(2)
         beta_BG = None if rows.beta_BGT is None else rows.beta_BGT.squeeze(2)
         level_BGJL = rows.signals["level"].squeeze(1)
-        alive_BN, into_B = bucket_plan(rows.start_B, rows.count_B, self.config.block_bits, pool["buckets"].shape[1])
+        counts = tuple(rows.start_B.tolist()), tuple(rows.count_B.tolist())
+        plan = pool_plan(*counts, self.config.block_bits, pool["buckets"].shape[1], page_B.device)
         out_BGJV = step_alive_buckets(
             *token,
             beta_BG,
@@ -341,8 +342,7 @@ class HierarchicalMask(Mask):
             level_BGJL,
             pool_PNGFV=pool["buckets"],
             page_B=page_B,
-            alive_BN=alive_BN,
-            into_B=into_B,
+            plan=plan,
             first_level=0 if self.config.block_bits else 1,
         )
         return out_BGJV.unsqueeze(3)
@@ -446,6 +446,32 @@ def bucket_plan(start_B: Tensor, count_B: Tensor, bits: int, buckets: int) -> tu
     return alive_BN, torch.where(count_B > 0, into_B, -1)
 
 
+class PoolPlan(NamedTuple):
+    """The A alive buckets of the rows of a decoding step, and where their tokens enter.
+
+    row_A, bucket_A: their rows and numbers, also as `places`. into: the bucket that the token of each row enters, -1
+    without one. joins_A: whether it is this one.
+    """
+
+    row_A: Tensor
+    bucket_A: Tensor
+    joins_A: Tensor
+    places: list[tuple[int, int]]
+    into: list[int]
+
+
+@lru_cache(maxsize=16)  # the layers of a model ask for the same plan
+def pool_plan(
+    start: tuple[int, ...], count: tuple[int, ...], bits: int, buckets: int, device: torch.device
+) -> PoolPlan:
+    """Return the plan of rows at these positions. See `bucket_plan`."""
+    start_B, count_B = (torch.tensor(numbers, device=device) for numbers in (start, count))
+    alive_BN, into_B = bucket_plan(start_B, count_B, bits, buckets)
+    row_A, bucket_A = alive_BN.nonzero(as_tuple=True)
+    places = list(zip(row_A.tolist(), bucket_A.tolist()))
+    return PoolPlan(row_A, bucket_A, bucket_A == into_B[row_A], places, into_B.tolist())
+
+
 def step_alive_buckets(
     q_BGJF: Tensor,
     k_BGF: Tensor,
@@ -456,15 +482,15 @@ def step_alive_buckets(
     *,
     pool_PNGFV: Tensor,
     page_B: Tensor,
-    alive_BN: Tensor,
-    into_B: Tensor,
+    plan: PoolPlan,
     first_level: int,
 ) -> Tensor:
     """Return out_BGJV of `log_linear_step`, and update the buckets of the rows' pages in place.
 
-    All alive buckets of all rows are one batch of A matrices S, computed in parts that fit a core's cache. The delta rule
-    takes S to e^g (S - beta k (k^T S)), so k^T S and q^T S come from one product. A token that joins a running block is
-    part of the same change of rank 1. alive_BN, into_B: see `bucket_plan`. first_level: number of the lambda of bucket 0.
+    The A alive buckets of all rows are multiplied and updated where they lie: what is small is computed for all of them
+    together, and a state is neither gathered nor scattered. The delta rule takes S to e^g (S - beta k (k^T S)), so k^T S
+    and q^T S come from one product. A token that joins a running block is part of the same change of rank 1.
+    first_level: number of the lambda of bucket 0.
     """
     wide = torch.promote_types(v_BGV.dtype, torch.float32)
     q_BGJF, k_BGF, v_BGV, gate_BG, level_BGJL = (x.to(wide) for x in (q_BGJF, k_BGF, v_BGV, gate_BG, level_BGJL))
@@ -472,35 +498,29 @@ def step_alive_buckets(
     own_BGJ1, fade_BG11 = q_BGJF @ write_BGF.unsqueeze(-1), gate_BG.exp()[..., None, None]
     out_BGJV = level_BGJL[..., :1] * own_BGJ1 * v_BGV.unsqueeze(2)
     keys_BGXF = q_BGJF if beta_BG is None else torch.cat([k_BGF.unsqueeze(2), q_BGJF], dim=2)
-    joins_B = (into_B >= 0) & alive_BN.gather(1, into_B.clamp_min(0).unsqueeze(1)).squeeze(1)
-    merging_M = ((into_B >= 0) & ~joins_B).nonzero().squeeze(1)
-    place_B = torch.zeros_like(into_B).index_copy_(0, merging_M, torch.arange(len(merging_M), device=into_B.device))
-    total_MGFV = write_BGF[merging_M].unsqueeze(-1) * v_BGV[merging_M].unsqueeze(-2)
-    row_A, bucket_A = alive_BN.nonzero(as_tuple=True)
-    joins_A = joins_B[row_A] & (bucket_A == into_B[row_A])
-    merges_A = ~joins_B[row_A] & (bucket_A <= into_B[row_A])
-    level_A = (bucket_A + first_level).clamp_max(level_BGJL.shape[-1] - 1)
-    part = max(1, CACHED_ELEMENTS // pool_PNGFV[0, 0].numel())
-    for row_A, bucket_A, joins_A, merges_A, level_A in zip(  # noqa: B020
-        *(t.split(part) for t in (row_A, bucket_A, joins_A, merges_A, level_A))
-    ):
-        at_A = page_B[row_A], bucket_A
-        s_AGFV, fade_AG11 = pool_PNGFV[at_A].to(wide), fade_BG11[row_A]
+    pages, (row_A, bucket_A, joins_A, places, into) = page_B.tolist(), plan
+    states = [pool_PNGFV.select(0, pages[row]).select(0, bucket) for row, bucket in places]
+    seen_AGJV, fade_AG11 = read_states(keys_BGXF[row_A], states), fade_BG11[row_A]
+    change_AG1V = joins_A[:, None, None, None] * v_BGV.unsqueeze(2)[row_A]
+    if beta_BG is not None and places:
+        read_AG1V, seen_AGJV = seen_AGJV[:, :, :1], seen_AGJV[:, :, 1:]
+        seen_AGJV = seen_AGJV - own_BGJ1[row_A] * read_AG1V
+        change_AG1V = change_AG1V - fade_AG11 * read_AG1V
+    if places:
+        level_A = (bucket_A + first_level).clamp_max(level_BGJL.shape[-1] - 1)
         level_AGJ1 = level_BGJL[row_A].gather(-1, level_A[:, None, None, None].expand(-1, *level_BGJL.shape[1:3], 1))
-        seen_AGJV = keys_BGXF[row_A] @ s_AGFV
-        change_AG1V = joins_A[:, None, None, None] * v_BGV[row_A].unsqueeze(2)
-        if beta_BG is not None:
-            read_AG1V, seen_AGJV = seen_AGJV[:, :, :1], seen_AGJV[:, :, 1:]
-            seen_AGJV = seen_AGJV - own_BGJ1[row_A] * read_AG1V
-            change_AG1V = change_AG1V - fade_AG11 * read_AG1V
         out_BGJV.index_add_(0, row_A, level_AGJ1 * fade_AG11 * seen_AGJV)
-        s_AGFV.mul_(fade_AG11)
-        s_AGFV.flatten(0, 1).baddbmm_(write_BGF[row_A].flatten(0, 1).unsqueeze(2), change_AG1V.flatten(0, 1))
-        if bool(merges_A.any()):
-            total_MGFV.index_add_(0, place_B[row_A[merges_A]], s_AGFV[merges_A])
-            s_AGFV[merges_A] = 0
-        pool_PNGFV[at_A] = s_AGFV.to(pool_PNGFV.dtype)
-    pool_PNGFV[page_B[merging_M], into_B[merging_M]] = total_MGFV.to(pool_PNGFV.dtype)
+    update_states(states, fade_AG11, write_BGF.unsqueeze(-1)[row_A], change_AG1V)
+    alive = set(places)
+    for row, bucket in enumerate(into):
+        if bucket < 0 or (row, bucket) in alive:
+            continue
+        sum_GFV = write_BGF[row].unsqueeze(-1) * v_BGV[row].unsqueeze(-2)
+        for (other, below), state_GFV in zip(places, states):
+            if other == row and below < bucket:
+                sum_GFV += state_GFV
+                state_GFV.zero_()
+        pool_PNGFV[pages[row], bucket] = sum_GFV
     return out_BGJV
 
 

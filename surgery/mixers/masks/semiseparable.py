@@ -18,6 +18,7 @@ from surgery.mixers.base import AttentionShape
 from surgery.mixers.masks.base import Mask, MaskInputs, MaskState, Signals
 from surgery.mixers.masks.chunking import ChunkLayout, log_decay_to_end, segsum, token_spans, upcast_inputs
 from surgery.mixers.masks.delta_rule import ChunkScores, chunk_scores
+from surgery.mixers.masks.states_in_place import read_states, update_states
 
 
 class Semiseparable(Mask):
@@ -81,22 +82,24 @@ class Semiseparable(Mask):
         wide = torch.promote_types(rows.v_BGTV.dtype, torch.float32)
         fade_BRG11 = self.log_gates(rows.start_B, rows.count_B, 1, rows.signals).to(wide).exp().unsqueeze(-1)
         q_BGJF, k_BGF, v_BG1V = rows.q_BGJTF.squeeze(3).to(wide), rows.k_BGTF.squeeze(2).to(wide), rows.v_BGTV.to(wide)
-        sum_BRGFV, weight_RGJ = pool["sum"][page_B].to(wide), self.amplitudes()
-        write_BGF, token_BRG1V = k_BGF, v_BG1V.unsqueeze(1).expand(-1, sum_BRGFV.shape[1], -1, -1, -1)
+        weight_RGJ, (copies, groups, *matrix) = self.amplitudes(), pool["sum"].shape[1:]
+        fade_BRG11 = fade_BRG11.expand(len(page_B), copies, groups, 1, 1)
+        states = [pool["sum"].select(0, page).view(copies * groups, *matrix) for page in page_B.tolist()]
+        write_BGF, token_BRG1V = k_BGF, v_BG1V.unsqueeze(1).expand(-1, copies, -1, -1, -1)
         if rows.beta_BGT is None:
-            seen_BRGJV = q_BGJF.unsqueeze(1) @ sum_BRGFV
+            seen_BRGJV = read_states(q_BGJF.repeat(1, copies, 1, 1), states).unflatten(1, (copies, -1))
         else:
             write_BGF = rows.beta_BGT.to(wide) * k_BGF
-            both_BRGXV = torch.cat([k_BGF.unsqueeze(2), q_BGJF], dim=2).unsqueeze(1) @ sum_BRGFV
+            keys_BGXF = torch.cat([k_BGF.unsqueeze(2), q_BGJF], dim=2)
+            both_BRGXV = read_states(keys_BGXF.repeat(1, copies, 1, 1), states).unflatten(1, (copies, -1))
             seen_BRGJV, token_BRG1V = both_BRGXV[..., 1:, :], token_BRG1V - fade_BRG11 * both_BRGXV[..., :1, :]
         own_BGJ1 = q_BGJF @ write_BGF.unsqueeze(-1)
         out_BRGJV = fade_BRG11 * seen_BRGJV + own_BGJ1.unsqueeze(1) * token_BRG1V
-        sum_BRGFV.mul_(fade_BRG11)
-        write_BRGF1 = write_BGF.unsqueeze(-1).unsqueeze(1).expand(-1, sum_BRGFV.shape[1], -1, -1, -1)
-        sum_BRGFV.flatten(0, 2).baddbmm_(write_BRGF1.flatten(0, 2), token_BRG1V.flatten(0, 2))
-        pool["sum"][page_B] = sum_BRGFV.to(pool["sum"].dtype)
+        write_BGF1 = write_BGF.unsqueeze(-1).repeat(1, copies, 1, 1)
+        update_states(states, fade_BRG11.flatten(1, 2), write_BGF1, token_BRG1V.flatten(1, 2))
         out_BRGJV = out_BRGJV if weight_RGJ is None else weight_RGJ.to(wide).unsqueeze(-1) * out_BRGJV
-        return out_BRGJV.sum(1).unsqueeze(3)
+        out_BGJV: Tensor = out_BRGJV.sum(1)
+        return out_BGJV.unsqueeze(3)
 
     def by_block(self, rows: MaskInputs, state: MaskState | None, block: int) -> tuple[Tensor, MaskState | None]:
         """Return (out_BGJTV, state after the rows' tokens, or None without a state) of queries that read the state at
