@@ -42,7 +42,11 @@ def _rules(config: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
         for rule in get_checkpoint_conversion_mapping(kind) or []:  # type: ignore[no-untyped-call]
             parts, targets = list(rule.source_patterns), list(rule.target_patterns)
             operations = [(type(o).__name__, getattr(o, "dim", None)) for o in getattr(rule, "operations", None) or ()]
-            if operations == [("Concatenate", 0)] and len(targets) == 1 and all(part.endswith(PART) for part in parts):
+            if (
+                operations == [("Concatenate", 0)]
+                and len(targets) == 1
+                and all(part.endswith(CONVOLUTION_PART) for part in parts)
+            ):
                 yield targets[0], parts
 
 
