@@ -184,7 +184,7 @@ def mix_batch(mixer: LinearMixer, layout: StateLayout, cache_SN: Tensor, batch: 
         tokens_of_piece = batch.starts[request + 1] - batch.starts[request]
         calls.setdefault(max(tokens_of_piece, SHORT_PIECE), []).append(request)
     for requests in calls.values():
-        mix_pieces(mixer, layout, cache_SN, batch, tokens, requests, out_NHV)
+        mix_pieces(mixer, layout, cache_SN, batch, tokens, requests, out_NHV=out_NHV)
     return out_NHV
 
 
@@ -195,6 +195,7 @@ def mix_pieces(
     batch: Batch,
     tokens: Tokens,
     requests: list[int],
+    *,
     out_NHV: Tensor,
 ) -> None:
     """Write the outputs of pieces of these requests to `out_NHV`, and the states after them to the cache: one call of
