@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from rich.markup import escape
 
-from surgery.budget.gains import COVERAGE_QUANTILE
 from surgery.budget.limits import MEASURES
 from surgery.budget.times import PHASES
 from surgery.core.files import size_text
@@ -18,30 +16,35 @@ from surgery.publish.front import format_cost
 def search_lines(result: dict[str, Any]) -> list[Any]:
     """Return the table of the front and sentences on its first row. result: of surgery.budget.search.search."""
     original, points = result["original"], result["points"]
-    loss = "after healing" if result["healing"] else "predicted loss"
-    cache = f"cache at {format_tokens(result['at'])}"
+    loss = "healed loss" if result["healing"] else "loss"
+    cache = f"cache {format_tokens(result['at'])}"
     timed = [phase for phase in PHASES if phase in original]
     columns = [f"{phase}, ms" for phase in timed]
     checked = any(point["measured"] is not None for point in points)
-    damages = ["sum of choices", *(["measured together"] if checked else [])]
+    damages = ["sum", *(["together"] if checked else [])]
+    # Narrow columns: on a terminal of 80 columns a wider table would be cut.
     table = new_table(
         "front: one row for each recipe", "recipe", loss, *damages, "parameters", "bytes", cache, *columns
     )
     swept = next(iter(result["limits"]))
     for number, point in sorted(enumerate(points), key=lambda item: item[1]["costs"][swept]):
         costs = point["costs"]
-        name = point_name(point)
+        name = point_name(point).removesuffix(".yaml")
         table.add_row(
             f"{name} *" if number == 0 else name,
-            f"{point['loss']:.2g} [{point['low']:.2g}, {point['high']:.2g}]",
+            f"{point['loss']:.2g} ({point['low']:.2g}-{point['high']:.2g})",
             f"{point['damage']:.2g}",
-            *([_measured(point)] if checked else []),
-            _share(costs["parameters"], original["parameters"], format_count),
-            _share(costs["bytes"], original["bytes"], size_text),
-            _share(costs["cache"], original["cache"], size_text),
-            *(_share(costs[phase], original[phase], partial(format_cost, phase)) for phase in timed),
+            *(["" if point["measured"] is None else f"{point['measured']:.2g}"] if checked else []),
+            *(_share(costs[name], original[name]) for name in ("parameters", "bytes", "cache", *timed)),
         )
-    lines: list[Any] = [table, "* at your limits. Predicted losses: nats per token of KL divergence from the original"]
+    whole = [f"{format_count(original['parameters'])} parameters", size_text(original["bytes"])]
+    whole += [f"{size_text(original['cache'])} of {cache}", *(format_cost(phase, original[phase]) for phase in timed)]
+    lines: list[Any] = [
+        table,
+        "* at your limits. Predicted losses: nats per token of KL divergence from the original, with 95% intervals",
+        "sum, together: what the choices lose, each alone added up, and measured as a whole",
+        f"shares are of the original: {', '.join(whole)}",
+    ]
     lines += check_lines(result)
     if result["times"]:
         lines.append(escape(result["times"]))
@@ -97,12 +100,5 @@ def limit_lines(result: dict[str, Any]) -> list[str]:
     return [f"what binds: {', '.join(binding)}" if binding else "what binds: no limit; the original meets them"]
 
 
-def _measured(point: dict[str, Any]) -> str:
-    if point["measured"] is None:
-        return ""
-    error = point["measured_error"]
-    return f"{point['measured']:.2g}" + (f" ± {COVERAGE_QUANTILE * error:.1g}" if error is not None else "")
-
-
-def _share(value: float, original: float, form: Any) -> str:
-    return f"{form(value)} ({value / original:.0%})" if original else form(value)
+def _share(value: float, original: float) -> str:
+    return f"{value / original:.0%}" if original else f"{value:g}"

@@ -273,7 +273,7 @@ def test_the_command_prints_the_front(searched, source, text, tmp_path, capsys):
     words = ["search", str(source), "--calibration", text, "--tokens", "2048", "--length", "512", "--out", str(out)]
     assert run_command(*words, "--max-bytes", "60%", "--max-cache-bytes", "60%", "--at", "8k", "--points", "4") == 0
     printed = capsys.readouterr().out
-    assert "recipe-1.yaml *" in printed and "what binds: --max-bytes" in printed and "cache at 8K" in printed
+    assert "recipe-1 *" in printed and "what binds: --max-bytes" in printed and "cache 8K" in printed
     assert "measured together, choices lose" in printed and "measured too at your limits: without" in printed
     assert "healing not fitted: " in printed and f"--recipe {out}/recipe-1.yaml" in printed.replace("\n", "")
 

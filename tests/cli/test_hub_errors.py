@@ -44,6 +44,7 @@ COMMANDS = {
     "pretrain, tokenizer": (("pretrain", "-r", "gpt2", "--tokenizer", MODEL, "-o", "NEW", "--data", TEXT), CHECKPOINT),
     "bench": (("bench", "linear", "--model", MODEL), CHECKPOINT),
     "bench draft": (("bench", "draft", "--model", MODEL, "--text", TEXT), CHECKPOINT),
+    "search": (("search", MODEL, "--max-bytes", "60%", "--calibration", TEXT, "-o", "NEW"), CHECKPOINT),
     "eval": (("eval", MODEL, "--text", TEXT), CHECKPOINT),
     "eval --compare": (("eval", "CONVERTED", "--text", TEXT, "--compare", MODEL), CHECKPOINT),
     "eval --text": (("eval", "CONVERTED", "--text", DATA), f"data {DATA}: it is neither a local file"),
