@@ -38,7 +38,8 @@ def search_lines(result: dict[str, Any]) -> list[Any]:
             *(_share(costs[name], original[name]) for name in ("parameters", "bytes", "cache", *timed)),
         )
     whole = [f"{format_count(original['parameters'])} parameters", size_text(original["bytes"])]
-    whole += [f"{size_text(original['cache'])} of {cache}", *(format_cost(phase, original[phase]) for phase in timed)]
+    whole += [f"{size_text(original['cache'])} of cache at {format_tokens(result['at'])}"]
+    whole += [format_cost(phase, original[phase]) for phase in timed]
     lines: list[Any] = [
         table,
         "* at your limits. Predicted losses: nats per token of KL divergence from the original, with 95% intervals",
