@@ -13,6 +13,9 @@ from surgery.modeling.modules import is_new
 from surgery.training.stages import STAGES
 from surgery.training.stages.base import StageConfig
 
+# Largest value of a query projection that stands before a QK norm with large weights (surgery.planning.stock).
+TINY = 1e-6
+
 
 def is_converted(model: nn.Module) -> bool:
     """Return whether any linear or attention of the model was replaced."""
@@ -30,6 +33,12 @@ def recipe_warnings(
     class, which the modules do not show.
     """
     configs: list[Any] = list(stages)
+    if tiny := _tiny_projection(model, configs):
+        return [
+            f"{tiny} of {name} has values below {TINY:g}, as conversions into a stock class write it where the source has no "
+            "QK norm: a step of training makes it NaN. Leave out q_proj, k_proj, q_norm and k_norm in `trains`, as the "
+            "recipe in docs/stock.md does"
+        ]
     if not is_converted(model) and not converted_whole:
         if all(STAGES[config](config).needs_teacher == "nothing" for config in configs):
             return []
@@ -46,6 +55,14 @@ def recipe_warnings(
         f"this recipe is made for replaced attention, and the attention of {name} is as it was. For replaced linears "
         "use the recipe linears"
     ]
+
+
+def _tiny_projection(model: nn.Module, configs: list[Any]) -> str | None:
+    """Return the name of a query projection that stages train and whose values are tiny, None without one."""
+    if not any("all" in config.trains for config in configs):
+        return None
+    projections = ((name, p) for name, p in model.named_parameters() if name.endswith(".q_proj.weight"))
+    return next((name for name, p in projections if not p.is_meta and 0 < float(p.detach().abs().max()) < TINY), None)
 
 
 def _unreached_levels(name: str, model: nn.Module, configs: list[Any]) -> list[str]:

@@ -138,6 +138,10 @@ def test_an_unconverted_model_is_named_as_such(folder):
     assert "SRC is not a converted checkpoint" in said and "surgery convert SRC --recipe btt-half --out OUT" in said
     further = parse_healing_recipe({"stages": [{"kind": "lm", "tokens": 64, "rate": 1e-3, "trains": ["all"]}]})
     assert recipe_warnings("SRC", model, further.stages) == []
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(1e-9)
+    (said,) = recipe_warnings("OUT", model, further.stages, converted_whole=True)
+    assert "model.layers.0.self_attn.q_proj.weight of OUT has values below 1e-06" in said and "Leave out q_proj" in said
 
 
 @pytest.mark.parametrize(
