@@ -21,11 +21,9 @@ def search_lines(result: dict[str, Any]) -> list[Any]:
     timed = [phase for phase in PHASES if phase in original]
     columns = [f"{phase}, ms" for phase in timed]
     checked = any(point["measured"] is not None for point in points)
-    damages = ["sum", *(["together"] if checked else [])]
-    # Narrow columns: on a terminal of 80 columns a wider table would be cut.
-    table = new_table(
-        "front: one row for each recipe", "recipe", loss, *damages, "parameters", "bytes", cache, *columns
-    )
+    damage = "together" if checked else "sum"
+    # Few and narrow columns: on a terminal of 80 columns a wider table would be cut.
+    table = new_table("front: one row for each recipe", "recipe", loss, damage, "parameters", "bytes", cache, *columns)
     swept = next(iter(result["limits"]))
     for number, point in sorted(enumerate(points), key=lambda item: item[1]["costs"][swept]):
         costs = point["costs"]
@@ -33,8 +31,7 @@ def search_lines(result: dict[str, Any]) -> list[Any]:
         table.add_row(
             f"{name} *" if number == 0 else name,
             f"{point['loss']:.2g} ({point['low']:.2g}-{point['high']:.2g})",
-            f"{point['damage']:.2g}",
-            *(["" if point["measured"] is None else f"{point['measured']:.2g}"] if checked else []),
+            _damage(point["measured"] if checked else point["damage"]),
             *(_share(costs[name], original[name]) for name in ("parameters", "bytes", "cache", *timed)),
         )
     whole = [f"{format_count(original['parameters'])} parameters", size_text(original["bytes"])]
@@ -43,7 +40,7 @@ def search_lines(result: dict[str, Any]) -> list[Any]:
     lines: list[Any] = [
         table,
         "* at your limits. Predicted losses: nats per token of KL divergence from the original, with 95% intervals",
-        "sum, together: what the choices lose, each alone added up, and measured as a whole",
+        f"{damage}: what the choices lose, {'measured as a whole' if checked else 'each alone, added up'}",
         f"shares are of the original: {', '.join(whole)}",
     ]
     lines += check_lines(result)
@@ -99,6 +96,10 @@ def limit_lines(result: dict[str, Any]) -> list[str]:
     if exceeded:
         return exceeded
     return [f"what binds: {', '.join(binding)}" if binding else "what binds: no limit; the original meets them"]
+
+
+def _damage(value: float | None) -> str:
+    return "" if value is None else f"{value:.2g}"
 
 
 def _share(value: float, original: float) -> str:
