@@ -21,8 +21,6 @@ from surgery.core.errors import SurgeryError
 def joined_convolutions(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, list[str]]:
     """Return the parts of each joined convolution, in order, by its name. config: config.json."""
     names = set(names)
-    if not any(name.endswith(CONVOLUTION_PART) for name in names):
-        return {}
     joined = {}
     for target, parts in _rules(config):
         for name in sorted(names):

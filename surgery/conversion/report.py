@@ -39,6 +39,7 @@ from surgery.conversion.replacement import entry_of_tuning
 from surgery.conversion.text_check import TextScore
 from surgery.core.device import device_name, peak_rss
 from surgery.core.version import __version__
+from surgery.planning.recipe import ConversionRecipe
 from surgery.planning.speed import speed_dict
 
 
@@ -63,10 +64,26 @@ class ReportInputs:
     native: dict[str, Any] | None = None
 
 
-def conversion_report(ctx: ConversionContext, inputs: ReportInputs) -> Report:
-    """Return the report of a conversion. Raises pydantic's ValidationError for entries of a damaged journal."""
+def report_head(source: CheckpointSource, recipe: ConversionRecipe) -> dict[str, Any]:
+    """Return what every report begins with: versions, the source with its companion files, the recipe and its seed."""
     import transformers
 
+    return {
+        "surgery": __version__,
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "source": SourceReport(name=source.name, revision=source.revision, fingerprint=source.fingerprint()),
+        "recipe": json.loads(recipe.model_dump_json()),
+        "seed": recipe.seed,
+        "companions": [path.as_posix() for path in source.companions()],
+    }
+
+
+def conversion_report(ctx: ConversionContext, inputs: ReportInputs) -> Report:
+    """Return the report of a conversion. Raises pydantic's ValidationError for entries of a damaged journal."""
     entries, source, non_layer = inputs.entries, ctx.model.source.original, inputs.entries[-1]
     records = [record for entry in entries for record in entry["records"]]
     unsplit = [targets[0] for targets in ctx.plan.targets.values() if targets[0].part is None]
@@ -80,22 +97,13 @@ def conversion_report(ctx: ConversionContext, inputs: ReportInputs) -> Report:
     native: dict[str, Any] = {} if inputs.native is None else {"native": NativeReport.model_validate(inputs.native)}
     held_out = _held_out(inputs)
     return Report(
-        surgery=__version__,
-        versions={
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        source=SourceReport(name=source.name, revision=source.revision, fingerprint=source.fingerprint()),
+        **report_head(source, ctx.recipe),
         model_type=ctx.plan.model_type,
-        recipe=json.loads(ctx.recipe.model_dump_json()),
-        seed=ctx.recipe.seed,
         notes=[*ctx.plan.notes, *uncalibrated_warnings(ctx, inputs.calibration_hint), *short_text_warnings(ctx)],
         **unreached,
         **speed,
         **removed,
         **native,
-        companions=[path.as_posix() for path in source.companions()],
         calibration=_calibration_report(ctx, inputs),
         allocation=AllocationReport.model_validate(non_layer["allocation"]),
         held_out=None if held_out is None else HeldOutReport.model_validate(held_out),

@@ -8,7 +8,6 @@ hidden states pass through the layers that are finished, so that each layer is f
 from __future__ import annotations
 
 import json
-import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from surgery.checkpoint.report import (
     MemoryReport,
     MixerReport,
     Report,
-    SourceReport,
     StockReport,
     TimeReport,
     TotalsReport,
@@ -36,7 +34,7 @@ from surgery.checkpoint.source import CheckpointSource
 from surgery.checkpoint.stock_tensors import mapped_mlp
 from surgery.conversion.mixer_init.linear import PROFILE_SAMPLES, map_statistics
 from surgery.conversion.preflight import GIVE_CALIBRATION
-from surgery.conversion.report import totals
+from surgery.conversion.report import report_head, totals
 from surgery.conversion.score import HeldOutScore
 from surgery.conversion.sources import FolderSource
 from surgery.conversion.stock_layer import LayerSamples, initialize_layer
@@ -46,7 +44,6 @@ from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME, write_json
 from surgery.core.journal import check_output_path
 from surgery.core.progress import Progress
-from surgery.core.version import __version__
 from surgery.planning.recipe import ConversionRecipe
 from surgery.planning.stock import StockPlan, layer_tensors, load_tensors, plan_stock, stock_tensors
 
@@ -238,8 +235,6 @@ class _StockConversion:
 
 
 def _report(conversion: _StockConversion, entries: list[TensorSource], seconds: float) -> Report:
-    import transformers
-
     source, plan, data = conversion.source.original, conversion.plan, conversion.data
     before = after = 0
     for index in plan.converted:
@@ -247,17 +242,8 @@ def _report(conversion: _StockConversion, entries: list[TensorSource], seconds: 
         after += sum(p.numel() for p in conversion.stock.model.layers[index].linear_attn.parameters())
     record = {"params_before": before, "params_after": after, "macs_before": before, "macs_after": after}
     return Report(
-        surgery=__version__,
-        versions={
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        source=SourceReport(name=source.name, revision=source.revision, fingerprint=source.fingerprint()),
+        **report_head(source, conversion.recipe),
         model_type=plan.model_type,
-        recipe=json.loads(conversion.recipe.model_dump_json()),
-        seed=conversion.recipe.seed,
-        companions=[path.as_posix() for path in source.companions()],
         calibration=CalibrationReport(
             tokens=data.tokens(), held_out_windows=len(data.held_out), windows=data.rows, warnings=[]
         ),

@@ -33,7 +33,7 @@ def recipe_warnings(
     class, which the modules do not show.
     """
     configs: list[Any] = list(stages)
-    if tiny := _tiny_projection(model, configs):
+    if converted_whole and (tiny := _tiny_projection(model, configs)):
         return [
             f"{tiny} of {name} has values below {TINY:g}, as conversions into a stock class write it where the source has no "
             "QK norm: a step of training makes it NaN. Leave out q_proj, k_proj, q_norm and k_norm in `trains`, as the "
