@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,7 @@ def search(
     wanted = {name: parse_limit(MEASURES[name], text, choices.base[name]) for name, text in limits.items()}
     check_not_link(out)
     out.mkdir(parents=True, exist_ok=True)
-    with exclusive_lock(out, "search"):
+    with _removed_if_empty(out), exclusive_lock(out, "search"):
         check_no_unknown_files(out, KNOWN_FILES)
         for note in choices.notes:
             progress.say(f"note: {note}")
@@ -169,6 +169,16 @@ def search(
         draw_front(result, out / PICTURE_NAME)
         shutil.rmtree(out / WORK_NAME, ignore_errors=True)
     return {"out": str(out), **result}
+
+
+@contextmanager
+def _removed_if_empty(folder: Path) -> Iterator[None]:
+    """Remove a folder afterwards in which nothing was written, because of an error."""
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # it holds files
+            folder.rmdir()
 
 
 class Measuring:

@@ -309,7 +309,7 @@ def test_wrong_options_exit_2(words, says, source, tmp_path, capsys):
 
 def test_a_search_needs_a_calibration_text(source, tmp_path, capsys):
     assert run_command("search", str(source), "--max-bytes", "60%", "--out", str(tmp_path / "SEARCH")) == 2
-    assert "give --calibration" in capsys.readouterr().err
+    assert "give --calibration" in capsys.readouterr().err and not (tmp_path / "SEARCH").exists()
 
 
 # -- recipes ------------------------------------------------------------------------------------------------------
