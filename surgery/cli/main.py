@@ -29,7 +29,7 @@ from surgery.cli.console import show as _show
 from surgery.cli.shorthands import check_calibrated, check_keep, with_shorthands
 from surgery.core.environment import explain_broken_import
 from surgery.core.errors import RenamedWarning, SurgeryError, WorkerError
-from surgery.core.files import explain_path_error
+from surgery.core.files import explain_path_error, partial_path
 from surgery.core.hub_errors import explain_network_error
 from surgery.core.progress import is_main_process
 from surgery.core.version import __version__
@@ -547,9 +547,11 @@ def continue_command(words: Sequence[str]) -> str:
 
 
 def _interrupted_message(argv: Sequence[str] | None) -> str:
-    return (
-        f"interrupted. Finished work is kept. Continue with: {continue_command(sys.argv[1:] if argv is None else argv)}"
-    )
+    words = sys.argv[1:] if argv is None else list(argv)
+    out = next((after for word, after in zip(words, words[1:]) if word in ("--out", "-o")), None)
+    if "convert" in words[:2] and out and not partial_path(Path(out)).exists():  # stopped early, or into stock layers
+        return f"interrupted. Nothing was written. Start again with: {shlex.join(['surgery', *words])}"
+    return f"interrupted. Finished work is kept. Continue with: {continue_command(words)}"
 
 
 def main(argv: list[str] | None = None) -> None:

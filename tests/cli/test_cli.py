@@ -420,6 +420,15 @@ def test_an_interrupt_prints_the_command_that_goes_on(monkeypatch, capsys):
         assert "surgery convert SRC -r btt-half --out OUT --resume" in capsys.readouterr().err
 
 
+def test_an_interrupt_of_a_conversion_that_kept_nothing_does_not_promise_to_go_on(tmp_path):
+    from surgery.cli.main import _interrupted_message
+
+    words = ["convert", "SRC", "-r", "stock-gated-deltanet", "-o", str(tmp_path / "out")]
+    assert "Nothing was written" in (said := _interrupted_message(words)) and "--resume" not in said
+    (tmp_path / "out.partial").mkdir()
+    assert "Finished work is kept" in (said := _interrupted_message(words)) and said.endswith("--resume")
+
+
 FIRST_OUTPUT = """
 import sys
 class NoTorch:
