@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -548,7 +549,7 @@ def continue_command(words: Sequence[str]) -> str:
 
 def _interrupted_message(argv: Sequence[str] | None) -> str:
     words = sys.argv[1:] if argv is None else list(argv)
-    out = next((after for word, after in zip(words, words[1:]) if word in ("--out", "-o")), None)
+    out = next((after for word, after in pairwise(words) if word in ("--out", "-o")), None)
     if "convert" in words[:2] and out and not partial_path(Path(out)).exists():  # stopped early, or into stock layers
         return f"interrupted. Nothing was written. Start again with: {shlex.join(['surgery', *words])}"
     return f"interrupted. Finished work is kept. Continue with: {continue_command(words)}"
