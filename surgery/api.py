@@ -327,7 +327,7 @@ def search(
     at: int = 4096,
     on: str | None = None,
     measured: PathLike | None = None,
-    calibration: PathLike | None = None,
+    calibration: PathLike | Sequence[PathLike] | None = None,
     tokens: int | None = None,
     length: int | None = None,
     points: int = 8,
@@ -353,7 +353,8 @@ def search(
         at: tokens of the sequence whose cache and times count.
         on: device whose times count, such as "h200"; None: the first one with an included table.
         measured: file of `bench("linear", out=..)` with times of linears, in place of the included ones.
-        calibration, device, seed, quiet, progress: as in `convert`.
+        calibration: text to measure on, as in `convert`; a list mixes texts in equal parts.
+        device, seed, quiet, progress: as in `convert`.
         tokens, length: how much of the text is read, and in windows of how many tokens; None: a recipe's default.
         points: for how many more values of the first limit the front is solved.
         bits: in which parts of linears may be stored too, 8 and 4; see `quantize(rules=..)`.
@@ -369,8 +370,10 @@ def search(
 
     given = {"bytes": max_bytes, "parameters": max_parameters, "cache": max_cache_bytes}
     given |= {"decode": max_decode_ms, "prefill": max_prefill_ms}
+    texts = [calibration] if isinstance(calibration, (str, os.PathLike)) else calibration or ()
+    names = [os.fspath(text) for text in texts]
     settings = SearchSettings(
-        calibration=None if calibration is None else os.fspath(calibration),
+        calibration=names[0] if len(names) == 1 else names or None,
         tokens=tokens,
         length=length,
         seed=seed,

@@ -131,41 +131,36 @@ def search(
 
     surgery search SRC --max-bytes 60% --calibration calibration.txt --out SEARCH
     """
+    from surgery import api
     from surgery.budget.limits import parse_bits
-    from surgery.budget.search import SearchSettings
-    from surgery.budget.search import search as run
     from surgery.budget.summary import search_lines
-    from surgery.core.files import explain_disk_errors
 
-    given = {"bytes": max_bytes, "parameters": max_parameters, "cache": max_cache_bytes}
-    given |= {"decode": max_decode_ms, "prefill": max_prefill_ms}
-    texts = calibration[0] if calibration and len(calibration) == 1 else calibration or None
-    settings = SearchSettings(
-        calibration=texts,
+    result = api.search(
+        source,
+        out,
+        max_bytes=max_bytes,
+        max_parameters=max_parameters,
+        max_cache_bytes=max_cache_bytes,
+        max_decode_ms=max_decode_ms,
+        max_prefill_ms=max_prefill_ms,
+        at=at,
+        on=on,
+        measured=measured,
+        calibration=calibration,
         tokens=tokens,
         length=length,
-        seed=seed,
-        at=at,
         points=points,
         bits=parse_bits(bits),
         only=only,
         healing=healing,
         check=check,
         gains=gains,
-        on=on,
-        measured=measured,
+        seed=seed,
         device=device,
-        trust_remote_code=trust_remote_code,
         revision=revision,
+        trust_remote_code=trust_remote_code,
+        progress=progress(as_json, quiet),
     )
-    with explain_disk_errors(out):
-        result = run(
-            source,
-            out,
-            {name: text for name, text in given.items() if text is not None},
-            settings,
-            progress=progress(as_json, quiet),
-        )
     if as_json:
         print(json.dumps(result, indent=2))
     elif quiet:
