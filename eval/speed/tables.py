@@ -17,6 +17,7 @@ CELL_LEGEND = (
     "copy "
     "bandwidth or operations over the matrix product rate, whichever takes longer)"
 )
+FASTER = "faster than the fastest of PyTorch's own"
 HOST_LEGEND = (
     "CPU time of an eager call: microseconds until its work is started, the least mean of short bursts of calls; "
     "dense: F.linear"
@@ -121,8 +122,11 @@ def is_comparison_only(row: ResultRow) -> bool:
     return row["rival"].endswith((", reference", ", multiplied out"))
 
 
-def crossovers(rows: list[ResultRow]) -> list[str]:
-    """Return per table the size from which an implementation stays faster than all of torch's own."""
+def crossovers(rows: list[ResultRow], brief: bool = False) -> list[str]:
+    """Return per table the size from which an implementation stays faster than all of torch's own.
+
+    brief: without the words that repeat, and without the implementations that are faster nowhere.
+    """
     lines = []
     for title in dict.fromkeys(row["table"] for row in rows if row["x"] != rows[0]["x"]):
         here = [row for row in rows if row["table"] == title and row["ms"]]
@@ -134,8 +138,11 @@ def crossovers(rows: list[ResultRow]) -> list[str]:
             behind = [x for x, wins in at if not wins]
             since = [x for x, _ in at if not behind or x > behind[-1]]
             ahead.setdefault(f"from {since[0]:,}" if since else "nowhere", []).append(name.removesuffix(", kernel"))
-        sizes = "; ".join(f"{where} {' · '.join(names)}" for where, names in ahead.items())
-        lines.append(f"{title}, faster than the fastest of PyTorch's own: {sizes}")
+        sizes = {where: f"{where} {' · '.join(names)}" for where, names in ahead.items()}
+        if brief:
+            sizes.pop("nowhere", None)
+        what = title if brief else f"{title}, {FASTER}"
+        lines.append(f"{what}: {'; '.join(sizes.values()) or 'nowhere'}")
     return lines
 
 
@@ -161,7 +168,9 @@ def markdown(result: dict[str, Any]) -> str:
         lines += ["| --- |" + " --- |" * len(columns)]
         lines += [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows]
         lines += ["", *(f"-{note[1:]}" for note in skipped_notes(result["rows"], title)), ""]
-    ahead = [f"- {line}" for line in crossovers(result["rows"])]
+    ahead = [f"- {line}" for line in crossovers(result["rows"], brief=True)]
+    lead = f"Sizes from which an implementation stays {FASTER}; one that is not named is so nowhere:"
+    ahead = [lead, "", *ahead] if ahead else []
     command = [f"{line}\n" for line in reproduction(result)]
     return "\n".join([*format_conditions(result), "", *command, *ahead, *([""] if ahead else []), *lines])
 

@@ -653,6 +653,23 @@ def test_results_become_the_table_and_the_page(tmp_path):
     assert page.count("### attention, forward + backward") == 1
 
 
+def test_the_page_leaves_out_what_is_never_the_fastest():
+    times = {
+        "dense": 3.0,
+        "BTT, kernel": 2.0,
+        "BTT, reference": 1.0,
+        "BTT, as chosen": 1.0,
+        "SSD, kernel": 1.0,
+        "SSD, reference": 2.0,
+        "TBM, kernel": 2.0,
+        "TBM, reference": 1.0,
+        "MLR, reference": 9.0,
+    }
+    rows = [{"table": "t", "x": 1, "rival": name, "ms": ms} for name, ms in times.items()]
+    names = [row["rival"] for row in publish.shown_rows(rows)]
+    assert names == ["dense", "BTT", "SSD, kernel", "TBM, kernel", "TBM, reference", "MLR, reference"]
+
+
 def test_windows_of_decoding_steps_are_rows_of_the_table():
     result = bench("decode", sizes="small", device="cpu", only="window 64")
     rows = measured_times.tuning_tables([result])[0]["rows"]
