@@ -112,7 +112,7 @@ def update_page(text: str, results: list[dict[str, Any]]) -> str:
     sections = {part.partition("\n")[0]: part.rstrip("\n") + "\n" for part in old}
     for result in results:
         rows = result["rows"] if result["kind"] in WHOLE else shown_rows(result["rows"])
-        sections[f"## {heading(result)}"] = f"## {heading(result)}\n\n{markdown({**result, 'rows': rows})}"
+        sections[f"## {heading(result)}"] = f"## {heading(result)}\n\n{markdown({**result, 'rows': rows}, joined=True)}"
     return f"{before}{BEGIN}\n{CELL_LEGEND.capitalize()}.\n\n" + "\n".join(sections.values()) + f"\n{END}{after}"
 
 
