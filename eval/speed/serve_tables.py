@@ -42,12 +42,32 @@ def serve_markdown(result: dict[str, Any]) -> str:
     for title, columns, rows in serve_grids(result["rows"]):
         lines += [f"### {title}", "", "| | " + " | ".join(columns) + " |", "| --- |" + " --- |" * len(columns)]
         lines += [*(f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows), ""]
-    return "\n".join([*lines, *(f"- {x}" for x in remarks(result["rows"]))])
+    return "\n".join([*lines, *crossover_table(result["rows"]), *(f"- {x}" for x in notes(result["rows"]))])
+
+
+def crossover_table(cells: list[Cell]) -> list[str]:
+    """Return the lines of a table: the batches at which a model is faster than the original, by context."""
+    found = {(context, name): f"{measured} / {predicted}" for context, name, measured, predicted in crossovers(cells)}
+    if not found:
+        return []
+    contexts, names = sorted({context for context, _ in found}), dict.fromkeys(name for _, name in found)
+    rows = [(name, [found.get((context, name), "") for context in contexts]) for name in names]
+    return [
+        *("### faster than the original: measured / by counted bytes", ""),
+        *("| | " + " | ".join(f"context {c:,}" for c in contexts) + " |", "| --- |" + " --- |" * len(contexts)),
+        *(f"| {name} | " + " | ".join(shown) + " |" for name, shown in rows),
+        "",
+    ]
 
 
 def remarks(cells: list[Cell]) -> list[str]:
     """Return lines about crossovers, the spread of the runs, steps that were not captured, and cells without a time."""
-    return [*crossover_lines(cells), *spread_lines(cells), *uncaptured_lines(cells), *missing_lines(cells)]
+    return [*crossover_lines(cells), *notes(cells)]
+
+
+def notes(cells: list[Cell]) -> list[str]:
+    """Return lines about the spread of the runs, steps that were not captured, and cells without a time."""
+    return [*spread_lines(cells), *uncaptured_lines(cells), *missing_lines(cells)]
 
 
 def spread(cell: Cell) -> float:
@@ -175,9 +195,11 @@ def measured_crossover(pairs: list[tuple[int, bool]]) -> str:
     return "every batch" if since[0] == pairs[0][0] else f"from batch {since[0]}"
 
 
-def crossover_lines(cells: list[Cell]) -> list[str]:
-    """Return a line per context and model: where it is faster than the original, measured and predicted."""
-    lines, original = [], first_name(cells) if cells else ""
+def crossovers(cells: list[Cell]) -> list[tuple[int, str, str, str]]:
+    """Return per context and model the batches at which it is faster than the original: (context, model, measured,
+    predicted by counted bytes).
+    """
+    found, original = [], first_name(cells) if cells else ""
     for context in sorted({cell["context"] for cell in cells}):
         base = {c["batch"]: c for c in cells if (c["model"], c["context"]) == (original, context)}
         for name in dict.fromkeys(c["model"] for c in cells if c["model"] != original):
@@ -187,10 +209,16 @@ def crossover_lines(cells: list[Cell]) -> list[str]:
                 continue
             crossover = measured_crossover(both) if both else "no cell of both"
             predicted = predicted_crossover(base[here[0][0]], here[0][1])
-            lines.append(
-                f"context {context:,}, {name}, faster than the original: {crossover}; by counted bytes: {predicted}"
-            )
-    return lines
+            found.append((context, name, crossover, predicted))
+    return found
+
+
+def crossover_lines(cells: list[Cell]) -> list[str]:
+    """Return a line per context and model: where it is faster than the original, measured and predicted."""
+    return [
+        f"context {context:,}, {name}, faster than the original: {measured}; by counted bytes: {predicted}"
+        for context, name, measured, predicted in crossovers(cells)
+    ]
 
 
 def missing_lines(cells: list[Cell]) -> list[str]:

@@ -17,6 +17,7 @@ CELL_LEGEND = (
     "copy "
     "bandwidth or operations over the matrix product rate, whichever takes longer)"
 )
+FASTER = "faster than the fastest of PyTorch's own"
 HOST_LEGEND = (
     "CPU time of an eager call: microseconds until its work is started, the least mean of short bursts of calls; "
     "dense: F.linear"
@@ -121,8 +122,11 @@ def is_comparison_only(row: ResultRow) -> bool:
     return row["rival"].endswith((", reference", ", multiplied out"))
 
 
-def crossovers(rows: list[ResultRow]) -> list[str]:
-    """Return per table the size from which an implementation stays faster than all of torch's own."""
+def crossovers(rows: list[ResultRow], brief: bool = False) -> list[str]:
+    """Return per table the size from which an implementation stays faster than all of torch's own.
+
+    brief: without the words that repeat, and without the implementations that are faster nowhere.
+    """
     lines = []
     for title in dict.fromkeys(row["table"] for row in rows if row["x"] != rows[0]["x"]):
         here = [row for row in rows if row["table"] == title and row["ms"]]
@@ -134,8 +138,11 @@ def crossovers(rows: list[ResultRow]) -> list[str]:
             behind = [x for x, wins in at if not wins]
             since = [x for x, _ in at if not behind or x > behind[-1]]
             ahead.setdefault(f"from {since[0]:,}" if since else "nowhere", []).append(name.removesuffix(", kernel"))
-        sizes = "; ".join(f"{where} {' · '.join(names)}" for where, names in ahead.items())
-        lines.append(f"{title}, faster than the fastest of PyTorch's own: {sizes}")
+        sizes = {where: f"{where} {' · '.join(names)}" for where, names in ahead.items()}
+        if brief:
+            sizes.pop("nowhere", None)
+        what = title if brief else f"{title}, {FASTER}"
+        lines.append(f"{what}: {'; '.join(sizes.values()) or 'nowhere'}")
     return lines
 
 
@@ -151,17 +158,45 @@ def format_conditions(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """Return a result as docs/measurements/performance.md shows it."""
+def joined_grids(
+    grids: list[tuple[str, list[str], list[tuple[str, list[str]]]]],
+) -> list[tuple[str, list[str], list[tuple[str, list[str]]]]]:
+    """Return one grid for each size of a linear: the tables of its passes side by side. Other grids stay."""
+    joined: dict[str, tuple[list[str], dict[str, dict[str, str]]]] = {}
+    for title, columns, rows in grids:
+        linear, _, what = title.partition(", ")
+        base, names = (linear, [f"{what}, {c}" for c in columns]) if title.startswith("linear ") else (title, columns)
+        heads, cells = joined.setdefault(base, ([], {}))
+        heads += names
+        for rival, shown in rows:
+            cells.setdefault(rival, {}).update(zip(names, shown))
+    return [
+        (base, heads, [(rival, [shown.get(head, "") for head in heads]) for rival, shown in cells.items()])
+        for base, (heads, cells) in joined.items()
+    ]
+
+
+def markdown(result: dict[str, Any], joined: bool = False) -> str:
+    """Return a result in Markdown. joined: as docs/measurements/performance.md shows it, with one table for all passes of
+    a linear.
+    """
     if result["kind"] in ("serve", "speed"):
         return serve_markdown(result) if result["kind"] == "serve" else speed_markdown(result)
     lines = []
-    for title, columns, rows in result_grids(result["rows"]):
-        lines += [f"### {title}", "", "| | " + " | ".join(f"{c:,}" for c in columns) + " |"]
-        lines += ["| --- |" + " --- |" * len(columns)]
+    grids = [(title, [f"{c:,}" for c in columns], rows) for title, columns, rows in result_grids(result["rows"])]
+    titles = [title for title, *_ in grids]
+    for title, columns, rows in joined_grids(grids) if joined else grids:
+        lines += [f"### {title}", "", "| | " + " | ".join(columns) + " |", "| --- |" + " --- |" * len(columns)]
         lines += [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows]
-        lines += ["", *(f"-{note[1:]}" for note in skipped_notes(result["rows"], title)), ""]
-    ahead = [f"- {line}" for line in crossovers(result["rows"])]
+        parts = [part for part in titles if part == title or (joined and part.startswith(f"{title}, "))]
+        lines.append("")
+        for part in parts:
+            what = f"{part.removeprefix(title)[2:]}, " if part != title else ""
+            lines += [f"- {what}{note.strip()}" for note in skipped_notes(result["rows"], part)]
+        lines.append("")
+    ahead = [f"- {line}" for line in crossovers(result["rows"], brief=True)]
+    lead = f"Sizes from which an implementation stays {FASTER}; one that is not named is so nowhere:"
+    ahead = [lead, "", *ahead] if ahead else []
     command = [f"{line}\n" for line in reproduction(result)]
     return "\n".join([*format_conditions(result), "", *command, *ahead, *([""] if ahead else []), *lines])
 

@@ -23,6 +23,7 @@ from surgery.eval.speed.tables import (
     crossovers,
     format_cell,
     format_ms,
+    joined_grids,
     markdown,
     result_grids,
     result_tables,
@@ -651,6 +652,33 @@ def test_results_become_the_table_and_the_page(tmp_path):
     page = publish.update_page(publish.update_page(text, results), results)
     assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page
     assert page.count("### attention, forward + backward") == 1
+
+
+def test_the_page_leaves_out_what_is_never_the_fastest():
+    times = {
+        "dense": 3.0,
+        "BTT, kernel": 2.0,
+        "BTT, reference": 1.0,
+        "BTT, as chosen": 1.0,
+        "SSD, kernel": 1.0,
+        "SSD, reference": 2.0,
+        "TBM, kernel": 2.0,
+        "TBM, reference": 1.0,
+        "MLR, reference": 9.0,
+    }
+    rows = [{"table": "t", "x": 1, "rival": name, "ms": ms} for name, ms in times.items()]
+    names = [row["rival"] for row in publish.shown_rows(rows)]
+    assert names == ["dense", "BTT", "SSD, kernel", "TBM, kernel", "TBM, reference", "MLR, reference"]
+
+
+def test_passes_of_a_linear_are_one_table_of_the_page():
+    forward = ("linear 8 -> 8, forward", ["1", "16"], [("dense", ["a", "b"]), ("low rank", ["c", "-"])])
+    backward = ("linear 8 -> 8, forward + backward", ["16"], [("dense", ["d"])])
+    decode = ("decode, batch 1", ["1"], [("SDPA", ["e"])])
+    (title, heads, rows), other = joined_grids([forward, backward, decode])
+    assert (title, other) == ("linear 8 -> 8", decode)
+    assert heads == ["forward, 1", "forward, 16", "forward + backward, 16"]
+    assert rows == [("dense", ["a", "b", "d"]), ("low rank", ["c", "-", ""])]
 
 
 def test_windows_of_decoding_steps_are_rows_of_the_table():

@@ -31,6 +31,8 @@ from surgery.core.errors import SurgeryError
 
 ROWS = Path(__file__).with_name("rows")  # results that belong to the repository
 MEMORY = {"cpu": 2.0, "gpu": 60.0}  # GB of a stack of runs
+GPU_TIME = f"{UNDECIDED}: GPU time"  # a setting whose runs are not complete
+COUNTED = " of one H200, counted"  # from the sizes of tensors, not measured
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Experiment:
         if setting.where == "cpu":
             return Verdict(UNDECIDED, f"{state}: {self.run_command(setting)}")
         minutes = gpu_minutes(setting, self.heads, stack_size(setting, self.heads, MEMORY["gpu"]))
-        return Verdict(f"{UNDECIDED}: GPU time", f"{state}; forecast {math.ceil(minutes)} minutes of one H200, counted")
+        return Verdict(GPU_TIME, f"{state}; forecast {math.ceil(minutes)} minutes{COUNTED}")
 
 
 def run(experiment: Experiment, arguments: argparse.Namespace) -> None:

@@ -34,7 +34,7 @@ from recipes.papers.experiments import (
     vision,
     weight_norm,
 )
-from recipes.papers.experiments.driver import MEMORY, Experiment, load_rows, markdown
+from recipes.papers.experiments.driver import COUNTED, GPU_TIME, MEMORY, Experiment, load_rows, markdown
 from recipes.papers.experiments.figures import FAR, HOLDS, PLACES, costs_section, figures_section, other_places
 from recipes.papers.experiments.sweep import Setting, gpu_minutes, is_complete, stack_size
 from recipes.papers.experiments.verdicts import combine, count
@@ -134,15 +134,22 @@ def rules_section() -> str:
 
 def rows_section() -> str:
     """Return the verdict of every setting, and the tables of those with rows, in Markdown."""
-    lines, tables = [["setting", "verdict"]], []
+    lines, waiting, tables = [["setting", "verdict"]], [], []
     for experiment in EXPERIMENTS:
         rows = load_rows(experiment, [])
         for setting in experiment.settings:
-            verdict = str(experiment.judge(rows, setting)).replace("|", "\\|")
-            lines.append([f"`{experiment.name}`, `{setting.name}`", verdict])
+            name, verdict = f"`{experiment.name}`, `{setting.name}`", experiment.judge(rows, setting)
+            if verdict.word == GPU_TIME:
+                waiting.append(f"{name} ({verdict.why.removesuffix(COUNTED)})")
+            else:
+                lines.append([name, str(verdict).replace("|", "\\|")])
             if is_complete(rows, setting):
                 tables.append(f"`{experiment.name}`, setting `{setting.name}` ({_size(experiment, setting)}):")
                 tables.append(markdown(experiment.table(rows, setting)))
+    if waiting:
+        tables.insert(
+            0, f"Undecided for GPU time, with the runs that there are, and forecasts{COUNTED}: {'; '.join(waiting)}."
+        )
     return "\n\n".join([markdown(lines), *tables])
 
 

@@ -7,7 +7,8 @@
 Several files of one kind are merged. The first three kinds determine kernels/tuning.json, the fastest implementation by
 op and size (kernels/tuning.py); all go between the <!-- bench --> marks of docs/measurements/performance.md. What the
 files do not measure stays as it was: rows of the table, sections of the page. Linears of `--sizes compressed` have a
-section of their own. `--add` changes kernels/tuning.json alone, for results of a few sizes whose tables should not
+section of their own. The page leaves out implementations that a row "as chosen" stands for, and references that no size
+measured faster than the kernel; kernels/tuning.json has their times. `--add` changes kernels/tuning.json alone, for results of a few sizes whose tables should not
 replace the page's. Run from a clone.
 """
 
@@ -26,6 +27,7 @@ from surgery.planning.measured_times import tuning_tables
 ROOT = Path(__file__).resolve().parents[3]
 PAGE, TABLE = ROOT / "docs/measurements/performance.md", ROOT / "kernels/tuning.json"
 WHOLE = ("speed", "serve")  # kinds whose files are not merged: the last of each kind and dtype is shown
+CHOSEN, WAYS = ", as chosen", ("kernel", "reference", "multiplied out")  # ends of the names of implementations
 BEGIN, END = "<!-- bench -->\n", "<!-- /bench -->\n"
 
 
@@ -80,6 +82,27 @@ def format_json(tables: list[dict[str, Any]]) -> str:
     return '{"tables": [\n ' + ",\n ".join(parts) + "\n]}\n"
 
 
+def shown_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of the page's tables: of each structure the row "as chosen", named without these words, if it was
+    measured, else the kernel, and other implementations that are faster than the kernel at some size.
+    """
+    times = {(row["table"], row["rival"], row["x"]): row["ms"] for row in rows if row["ms"]}
+    chosen = {(row["table"], row["rival"].removesuffix(CHOSEN)) for row in rows if row["rival"].endswith(CHOSEN)}
+    useful = set()  # (table, comparison) that is faster than the kernel at some size, or is the only one there
+    for (table, rival, x), ms in times.items():
+        if ms < times.get((table, f"{rival.rpartition(', ')[0]}, kernel", x), float("inf")):
+            useful.add((table, rival))
+    shown = []
+    for row in rows:
+        table, rival = row["table"], row["rival"]
+        base, _, way = rival.rpartition(", ")
+        if rival.endswith(CHOSEN):
+            shown.append({**row, "rival": rival.removesuffix(CHOSEN)})
+        elif way not in WAYS or ((table, base) not in chosen and (way == "kernel" or (table, rival) in useful)):
+            shown.append(row)
+    return shown
+
+
 def update_page(text: str, results: list[dict[str, Any]]) -> str:
     """Return the page with these results between its marks. Sections of kinds that the results lack stay."""
     before, _, rest = text.partition(BEGIN)
@@ -87,7 +110,9 @@ def update_page(text: str, results: list[dict[str, Any]]) -> str:
     assert mark, f"{PAGE} has no marks {BEGIN.strip()} .. {END.strip()}"
     old = [part for part in re.split(r"^(?=## )", between, flags=re.MULTILINE) if part.startswith("## ")]
     sections = {part.partition("\n")[0]: part.rstrip("\n") + "\n" for part in old}
-    sections |= {f"## {heading(result)}": f"## {heading(result)}\n\n{markdown(result)}" for result in results}
+    for result in results:
+        rows = result["rows"] if result["kind"] in WHOLE else shown_rows(result["rows"])
+        sections[f"## {heading(result)}"] = f"## {heading(result)}\n\n{markdown({**result, 'rows': rows}, joined=True)}"
     return f"{before}{BEGIN}\n{CELL_LEGEND.capitalize()}.\n\n" + "\n".join(sections.values()) + f"\n{END}{after}"
 
 
