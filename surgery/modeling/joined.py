@@ -50,7 +50,7 @@ class JoinedLinear(nn.Module):
     ):
         super().__init__()
         self.in_features, self.out_features, self.start, self.first = in_features, out_features, start, first
-        self.members: tuple[str, ...] = ()  # of the first: the names of the group, in the order of their rows
+        self.members: tuple[str, ...] = ()  # in the first linear: names of the group, sorted by rows
         self.register_buffer("weight", torch.zeros(1, 1, 1, **factory))
         self.bias = nn.Parameter(torch.zeros(out_features, **factory)) if bias else None
         self._group: tuple[_Group, ...] = ()  # in a tuple, whose modules nn.Module does not register

@@ -103,9 +103,10 @@ def build_module(
     https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/configuration_utils.py). With `bits`, and
     `group` if scales have groups, the weights are stored as integers: QuantizedLinear; `scales`: "inputs" tells tensor
     trains from older ones, see `Storage`. With `share`: "experts", it is a SharedLowRankLinear, which needs
-    `connect_bases` or `connect`. The structure "joined" is a JoinedLinear, which needs `connect_joined`: {"structure":
-    "joined", sizes, "matrix": entry of B, "members": names of the group in the order of their rows} of the first linear
-    of a group, {"structure": "joined", sizes, "first": name of the first, "start": first row in B} of the others.
+    `connect_bases` or `connect`. The structure "joined" is a JoinedLinear, which needs `connect_joined`. The first
+    linear of a group has {"structure": "joined", sizes, "matrix": entry of B, "members": names of the group, sorted by
+    their rows in B}; each other linear has {"structure": "joined", sizes, "first": name of the first, "start": its first
+    row in B}.
     Raises SurgeryError if the entry is invalid.
     """
     transposed = bool(spec.get("transposed"))
@@ -210,7 +211,7 @@ def is_joined(spec: dict[str, Any]) -> bool:
 
 
 def joined_paths(table: Mapping[str, dict[str, Any]], head: str) -> list[str]:
-    """Return the paths of the linears of the group whose first is at `head`, in the order of their rows."""
+    """Return the paths of a group of joined linears, sorted by their rows. head: path of the first linear."""
     return [sibling(head, name) for name in table[head]["members"]]
 
 

@@ -94,8 +94,9 @@ def table_entry(target: LinearTarget, config: StructureConfig | None) -> dict[st
 
 
 def joined_entries(target: LinearTarget, config: StructureConfig) -> dict[str, dict[str, Any]]:
-    """Return the table entries of the joined linears of a target by path, in the order of their rows. config: of the
-    matrix.
+    """Return the table entries of the joined linears of a target by path, sorted by their rows in the joined matrix.
+
+    config: of the joined matrix.
     """
     linears = {linear.path.rpartition(".")[2]: linear for linear in target.joined}
     outs = {name: linear.out for name, linear in linears.items()}

@@ -266,8 +266,8 @@ STACK_OP.register_fake(lambda x, right_RI, lefts: x.new_empty(*x.shape[:-1], sum
 def _find_joined(specs: list[dict[str, Any] | None], out_features: tuple[int, ...]) -> range:
     """Return which parts are joined linears, whose rows one matrix computes.
 
-    One may be alone in its layer. Raises SurgeryError if several do not follow one another in the order of their rows,
-    the holder of the matrix first.
+    A layer may have a single one. Raises SurgeryError if joined linears are not neighbors, sorted by their rows, with the
+    linear that holds the matrix first.
     """
     positions = [i for i, spec in enumerate(specs) if spec is not None and is_joined(spec)]
     if len(positions) == 0 or len(specs) == 1:

@@ -313,8 +313,15 @@ def test_the_table_of_what_goes_where_is_true(tmp_path):
     for family in TABLE_FAMILIES:
         cls, config = tiny_config(family)
         cls(config).save_pretrained(tmp_path / family)
-    lines = ["| recipe | " + " | ".join(TABLE_FAMILIES) + " |", "| --- " * (len(TABLE_FAMILIES) + 1) + "|"]
-    lines += [f"| `{name}` | " + " | ".join(support(name, tmp_path)) + " |" for name in ATTENTION]
+    rows: dict[tuple[str, ...], list[str]] = {}  # answers in the order of TABLE_FAMILIES -> recipes that have them
+    for name in ATTENTION:
+        rows.setdefault(tuple(support(name, tmp_path)), []).append(f"`{name}`")
+    columns: dict[tuple[str, ...], list[str]] = {}  # answers in the order of the rows -> families that have them
+    for family, answers in zip(TABLE_FAMILIES, zip(*rows, strict=True), strict=True):
+        columns.setdefault(answers, []).append(family)
+    cells = [["recipe", *map(", ".join, columns.values())], ["---"] * (len(columns) + 1)]
+    cells += [[", ".join(names), *answers] for names, *answers in zip(rows.values(), *columns, strict=True)]
+    lines = ["| " + " | ".join(row) + " |" for row in cells]
     table = "\n".join(lines)
     text = PAGE.read_text(encoding="utf-8")
     head, rest = text.split(BEGIN)

@@ -557,12 +557,17 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
 
 
 # -- the page ----------------------------------------------------------------------------------------
+OWN_FORWARD = "computes attention in its own forward, without transformers' attention functions"
+
+
 def models_table() -> str:
     """Return the table of docs/models.md."""
-    rows = ["| family | class | linears | roles | mixers | note |", "| --- | --- | --- | --- | --- | --- |"]
+    rows = ["| family | roles | mixers | note |", "| --- | --- | --- | --- |"]
     for name, family in TINY_FAMILIES.items():
-        linears, mixers = (f"no: {reason}" if reason else "yes" for reason in (family.linears, family.mixers))
-        rows.append(f"| {name} | {family.model_class} | {linears} | {family.roles()} | {mixers} | {family.note} |")
+        reason = family.mixers.replace(OWN_FORWARD, "attention code of its own")
+        refused = f"linears refused: {family.linears}" if family.linears else ""
+        note = "; ".join(text for text in (refused, family.note) if text)
+        rows.append(f"| {name} | {family.roles()} | {f'no: {reason}' if reason else 'yes'} | {note} |")
     return "\n".join(rows)
 
 

@@ -1,4 +1,4 @@
-"""Print the table of docs/models.md from the results of transformers' own tests over converted models.
+"""Print a table of the results of transformers' own tests over converted models (docs/models.md sums it up).
 
 make test-mixins PYTEST_ARGS="-n 0 --junitxml=build/mixins/results.xml"
 python tests/mixins/table.py build/mixins/results.xml [MORE.xml ..]

@@ -3,8 +3,8 @@
 `make test-mixins` fetches the mixins and runs this file; without them it is skipped. Every class of a run converts
 itself as it is made from a config, and is otherwise the library's class. A test that fails is listed in EXPECTED with
 its reason; any other failure is a defect. One run takes about half a minute of one core, a minute with the tests of
-generation, which need a checkout (see fetch.py). `python tests/mixins/table.py` makes the table of docs/models.md from
-the results.
+generation, which need a checkout (see fetch.py). `python tests/mixins/table.py` makes a table of the
+results, which docs/models.md sums up.
 """
 
 from __future__ import annotations

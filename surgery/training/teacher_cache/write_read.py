@@ -6,8 +6,24 @@ log-probability of all other tokens together.
     cache.check(data)                             the same tokenizer, text, order and length
     tokens_TK, log_probs_TK, rest_T = cache.targets(17)
 
-docs/data.md describes the files. A shard is complete or absent, and the index lists complete shards only, so an
-interrupted run continues with `resume`. Entry t predicts the token at t + 1, at temperature 1.
+A shard is complete or absent, and the index lists complete shards only, so an interrupted run continues with `resume`.
+Row i is in the shard with the largest `first` <= i. Entry t predicts the token at t + 1, at temperature 1. Tensors of a
+shard:
+
+    tokens      int32    (rows, length, k)    most likely first
+    log_probs   float16  (rows, length, k)    their natural log-probabilities
+    rest        float32  (rows, length)       log of the total probability of all other tokens, at least -80
+    input_ids   int32    (rows, length)       the teacher's input
+
+Keys of index.json:
+
+    format, version                       "surgery-teacher-cache", 1
+    teacher, teacher_digest               name of the teacher; SHA-256 of its files
+    top_k, length, dtype, vocabulary      tokens stored per position, tokens per row, precision of the teacher, size of
+                                          its vocabulary
+    examples, per_shard                   number of rows; rows per shard
+    seed, sources, data, tokenizer        order and origin of the rows; SHA-256 of the data settings and of the tokenizer
+    shards                                per shard: `file`, `first` row, `count` of rows, `bytes`, `sha256`
 """
 
 from __future__ import annotations
