@@ -248,18 +248,6 @@ def gate_sums(table: ChunkTable, gates_BGT: Tensor) -> Tensor:
     return sums
 
 
-def reduce_shared(d: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient of x from d (B, G, ..), the gradient of x expanded over the groups.
-
-    It is the sum over the groups if x has one group; if x is a tensor expanded over its groups, each group gets an
-    equal share of that sum.
-    """
-    if x.shape[1] == d.shape[1] and x.stride(1) != 0:
-        return d.to(x.dtype)
-    total = d.sum(1, keepdim=True, dtype=torch.float32)
-    return (total / x.shape[1]).to(x.dtype).expand(x.shape)
-
-
 def fits_kernels(q: Tensor, k: Tensor, v: Tensor, chunk: int) -> bool:
     """Return whether the kernels take these sizes and dtypes, and Triton takes the kernels' tuples of arguments."""
     return (
