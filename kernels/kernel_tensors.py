@@ -87,3 +87,9 @@ def reduce_shared(d: Tensor, x: Tensor) -> Tensor:
         return d.to(x.dtype)
     total = d.sum(1, keepdim=True, dtype=torch.float32)
     return (total / x.shape[1]).to(x.dtype).expand(x.shape)
+
+
+def empty_out(q_BGJTF: Tensor, v_BGTV: Tensor) -> Tensor:
+    """Return an uninitialized out_BGJTV, laid out as (B, T, G, J, V)."""
+    batch, groups, length, values = v_BGTV.shape
+    return v_BGTV.new_empty(batch, length, groups, q_BGJTF.shape[2], values).permute(0, 2, 3, 1, 4)

@@ -29,7 +29,7 @@ from surgery.kernels.gated_delta.layout import DEFAULT_CHUNK, DeltaPlan, DeltaSi
 from surgery.kernels.gated_delta.output import launch_output, launch_output_backward
 from surgery.kernels.gated_delta.states import launch_pass_backward, launch_pass_forward
 from surgery.kernels.gated_delta.wy import WYOutputGradients, launch_wy_backward, launch_wy_forward
-from surgery.kernels.kernel_tensors import unit_last_stride
+from surgery.kernels.kernel_tensors import empty_out, unit_last_stride
 from surgery.kernels.packages.adapters import GATED_DELTA_KERNELS
 from surgery.kernels.packages.chunked import with_packages
 from surgery.kernels.packages.heads_last import RowTensors
@@ -66,7 +66,7 @@ def _fake_outputs(tensors: tuple[Any, ...], ends: Tensor | None, chunk: int) -> 
     q, k, v, *_ = tensors
     rows = len(q) if ends is None else len(ends) - 1
     last = v.new_empty(rows, v.shape[1], k.shape[-1], v.shape[-1], dtype=torch.float32)
-    return v.new_empty(*q.shape[:4], v.shape[-1]), last
+    return empty_out(q, v), last
 
 
 GATED_DELTA_OP = ChunkedOp(

@@ -16,8 +16,8 @@ choices of forward and backward are separate: a backward takes the inputs and re
 the process ends, and each process makes its own.
 
 SURGERY_KERNEL_PACKAGES restricts the packages: names separated by commas, or `none`. SURGERY_KERNELS=flash-qla, fla or
-flashinfer takes that package wherever it passes step 2; `kernel` takes none. While a CUDA graph is captured our kernels
-run, because a package may wait for the GPU, which ends a capture.
+flashinfer takes that package wherever it passes step 2; `kernel` takes none. While a CUDA graph is captured, or torch
+is set to report synchronization, our kernels run, because a package may wait for the GPU.
 """
 
 from __future__ import annotations
@@ -151,8 +151,10 @@ def candidates(kernels: tuple[PackageKernel, ...], x: Tensor) -> list[PackageKer
 
 
 def runs_on(x: Tensor) -> bool:
-    """Return whether packages' kernels can run on x's device now."""
-    return x.is_cuda and torch.version.hip is None and not is_capturing(x)
+    """Return whether packages' kernels can run on x's device, and the host may wait for it."""
+    if not x.is_cuda or torch.version.hip is not None or is_capturing(x):
+        return False
+    return torch.cuda.get_sync_debug_mode() == 0
 
 
 @cache

@@ -75,9 +75,9 @@ def to_heads_last(rows: RowTensors, shared: bool) -> HeadsLast:
 
 
 def outputs_by_group(rows: RowTensors, out_BTHV: Tensor, last_RHKV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a package's outputs as (out_BGJTV in v's dtype, a view; last_RGKV in float32)."""
+    """Return a package's outputs as (out_BGJTV in v's dtype, laid out as `empty_out`; last_RGKV in float32)."""
     split = rows.groups, rows.per_group
-    out = out_BTHV.to(rows.v.dtype).unflatten(2, split).permute(0, 2, 3, 1, 4)
+    out = out_BTHV.to(rows.v.dtype).contiguous().unflatten(2, split).permute(0, 2, 3, 1, 4)
     return out, last_RHKV.float().unflatten(1, split)[:, :, 0].contiguous()
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from surgery.core.dispatch import register_kernel
 from surgery.kernels.chunked_op import ChunkedFunctions, ChunkedOp
-from surgery.kernels.kernel_tensors import reduce_shared, unit_last_stride
+from surgery.kernels.kernel_tensors import empty_out, reduce_shared, unit_last_stride
 from surgery.kernels.packages.adapters import SSD_KERNELS
 from surgery.kernels.packages.chunked import with_packages
 from surgery.kernels.packages.heads_last import RowTensors
@@ -29,7 +29,6 @@ from surgery.kernels.ssd.backward import launch_read_grad, launch_write_grad
 from surgery.kernels.ssd.layout import (
     ChunkedPlan,
     ChunkTable,
-    empty_out,
     empty_states,
     fits_kernels,
     limit_chunk,

@@ -226,12 +226,6 @@ def product_options(dtype: torch.dtype) -> dict[str, Any]:
     return {"DOT": tl.float32 if wide else tl.bfloat16, "PRECISION": "tf32x3" if wide else "tf32"}
 
 
-def empty_out(q_BGJTF: Tensor, v_BGTV: Tensor) -> Tensor:
-    """Return an uninitialized out_BGJTV, laid out as (B, T, G, J, V)."""
-    batch, groups, length, values = v_BGTV.shape
-    return v_BGTV.new_empty(batch, length, groups, q_BGJTF.shape[2], values).permute(0, 2, 3, 1, 4)
-
-
 def empty_states(k_BGTF: Tensor, v_BGTV: Tensor, *rows: int) -> Tensor:
     """Return an uninitialized float32 tensor (*rows, G, F, V)."""
     return v_BGTV.new_empty(*rows, v_BGTV.shape[1], k_BGTF.shape[-1], v_BGTV.shape[-1], dtype=torch.float32)

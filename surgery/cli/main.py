@@ -354,7 +354,7 @@ def bench_speed(
         str,
         typer.Argument(
             metavar="WHAT",
-            help="Benchmark to run: linear, attention, decode, model, speed, serve, train, vllm or draft.",
+            help="Benchmark to run: linear, attention, packages, decode, model, speed, serve, train, vllm or draft.",
         ),
     ],
     peers: options.Peers = False,
