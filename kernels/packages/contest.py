@@ -22,7 +22,6 @@ is set to report synchronization, our kernels run, because a package may wait fo
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import logging
 import os
@@ -168,9 +167,9 @@ def is_installed(module: str) -> bool:
 
 @cache
 def import_kernel(kernel: PackageKernel) -> Any:
-    """Return the kernel's module, or None if its import fails."""
+    """Return the kernel's function, or None if its import fails."""
     try:
-        return importlib.import_module(kernel.module)
+        return kernel.load()
     except Exception as error:
         if kernel.package not in _broken:
             _broken[kernel.package] = f"import {kernel.module}: {_one_line(error)}"

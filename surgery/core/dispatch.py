@@ -34,8 +34,9 @@ from surgery.core.import_hooks import run_after_import
 
 P = ParamSpec("P")
 R = TypeVar("R")
-KernelChoice = Literal["measured", "kernel", "products", "reference", "flash-qla", "fla", "flashinfer"]
-PACKAGE_CHOICES = ("flash-qla", "fla", "flashinfer")  # other packages, whose kernels run inside of ours
+PackageChoice = Literal["flash-qla", "fla", "flashinfer"]  # other packages, whose kernels run inside of ours
+KernelChoice = Literal["measured", "kernel", "products", "reference", PackageChoice]
+PACKAGE_CHOICES: tuple[PackageChoice, ...] = get_args(PackageChoice)
 
 MAX_CALLS = 4096  # keys for which an op keeps its selection
 MAX_SHOWN = 3  # tensors in a message about a call

@@ -5,7 +5,7 @@ Loading a converted checkpoint needs only this.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +47,10 @@ class GuardedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return the linear map of x: (.., in) -> (.., out)."""
         return F.linear(x, self.weight[0], self.bias)
+
+    def product_by_cores(self, x: Tensor, multiply: Callable[[str, Tensor], Tensor]) -> Tensor:
+        """Return the linear map of x without the bias. multiply(name, x): the product of the weight with x (.., in)."""
+        return multiply("weight", x)
 
     def dense(self) -> Tensor:
         """Return the weight (out, in)."""

@@ -5,7 +5,8 @@
 
 Rounding is to the nearest integer, without zero points. With 4 bits the scale of a group is the one of SCALES with the
 least squared error, and the cores of low rank are rotated along the rank first (`LowRankLinear.cores_to_round`). This is weight-only quantization: it saves memory, and each call multiplies the integers out before
-the product of the structure.
+the product of the structure, except for a few tokens on a GPU: there a kernel unpacks the integers of dense, low rank,
+pivoted low rank, BTT and Monarch linears inside the product (kernels/quantized).
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from surgery.core.dispatch import dispatched
 from surgery.core.errors import SurgeryError
 
 BITS, GROUPS = (8, 4), (8, 16, 32, 64, 128, 256)
+FEW_TOKENS = 16  # up to which products are computed core by core
 # 4 bits: scales that are tried, as multiples of the one that maps the largest value to -8. 8/7 maps it to -7 or 7.
 SCALES = (8 / 7, 1.0, 0.95, 0.9, 0.85, 0.8)
 
@@ -83,6 +86,19 @@ def dequantize_rows(integers: Tensor, scale: Tensor, inputs: int, storage: Stora
         integers = torch.stack([integers & 15, integers >> 4], -1).flatten(-2)[..., :inputs].to(torch.int8) - 8
     rows = (_in_groups(integers.to(scale.dtype), storage) * scale[..., None]).flatten(-2)
     return rows if rows.shape[-1] == inputs else rows[..., :inputs]
+
+
+@dispatched
+def quantized_product(x_NGK: Tensor, integers_GRX: Tensor, scale_GRS: Tensor, storage: Storage) -> Tensor:
+    """Return out_NGR of G matrices (R, K) and vectors x: out[n, g] = W_g x[n, g]. integers, scale: of `quantize_rows`.
+
+    On a GPU a kernel computes it for a few vectors.
+    """
+    rows_GRK = dequantize_rows(integers_GRX, scale_GRS, x_NGK.shape[-1], storage)
+    if len(rows_GRK) == 1:
+        return F.linear(x_NGK, rows_GRK[0])
+    out_NGR: Tensor = torch.einsum("ngk,grk->ngr", x_NGK, rows_GRK)
+    return out_NGR
 
 
 def _in_groups(rows_XK: Tensor, storage: Storage) -> Tensor:
@@ -194,9 +210,11 @@ class QuantizedLinear(nn.Module):
 
     def float_linear(self) -> Any:
         """Return the linear in floating point: the integers times their scales, the bias, and index tables."""
-        (template,) = self._template
         stored = {name: getattr(self, name) for core in self.shapes for name in (core, f"{core}_scale")}
-        cores = self.float_cores(stored)
+        return self._linear_with(self.float_cores(stored))
+
+    def _linear_with(self, cores: Mapping[str, Tensor]) -> Any:
+        (template,) = self._template
         linear = object.__new__(type(template))
         linear.__dict__.update(template.__dict__, training=self.training)
         linear.__dict__["_parameters"] = {**cores, "bias": self.bias}
@@ -215,8 +233,32 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return B x + bias (..., O) for x (..., I)."""
+        if self._takes_cores(x):
+            made: Tensor = self._linear_with({}).product_by_cores(x, self._multiply)
+            return made if self.bias is None else made + self.bias
         y: Tensor = self.float_linear()(x)
         return y
+
+    def _takes_cores(self, x: Tensor) -> bool:
+        """Return whether a call multiplies by one core after the other: on few tokens, without gradients, and outside
+        of torch.compile, which fuses scales and product itself.
+        """
+        return (
+            not torch.compiler.is_compiling()
+            and 0 < x.numel() <= FEW_TOKENS * x.shape[-1]
+            and not (torch.is_grad_enabled() and x.requires_grad)
+            and hasattr(self._template[0], "product_by_cores")
+            and not self.storage.last_axis
+        )
+
+    def _multiply(self, name: str, x: Tensor, groups: int = 1) -> Tensor:
+        """Return the product of a core with x (.., groups * K), (.., groups * R). The first axes of the core are its
+        groups, each a matrix (R, K)."""
+        integers, scale = (getattr(self, at).flatten(0, -2) for at in (name, f"{name}_scale"))
+        integers_GRX, scale_GRS = (t.unflatten(0, (groups, -1)) for t in (integers, scale))
+        x_NGK = x.reshape(-1, groups, x.shape[-1] // groups)
+        out_NGR: Tensor = quantized_product(x_NGK, integers_GRX, scale_GRS, self.storage)
+        return out_NGR.reshape(*x.shape[:-1], -1)
 
     def dense(self) -> Tensor:
         """Return B as a dense matrix (O, I)."""
