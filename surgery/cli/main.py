@@ -273,6 +273,10 @@ def quantize(
             "8."
         ),
     ] = None,
+    format: Annotated[
+        str,
+        typer.Option(help="Store int (integers), or fp8 (e4m3, with 8 bits), which rounds the inputs of products too."),
+    ] = "int",
     rules: Annotated[
         Path | None,
         typer.Option(
@@ -293,14 +297,19 @@ def quantize(
     from surgery.conversion.quantize_checkpoint import quantize as run
     from surgery.conversion.quantize_checkpoint import quantize_line
 
-    if rules is not None and (bits is not None or group is not None):
-        raise SurgeryError("--rules gives each linear its bits and group. Leave out --bits and --group, or --rules")
+    if rules is not None and (bits is not None or group is not None or format != "int"):
+        raise SurgeryError(
+            "--rules gives each linear its bits and group. Leave out --bits, --group and --format, or --rules"
+        )
     found = None
     if rules is not None:
         from surgery.planning.bits_recipe import read_bits
 
         found = read_bits(rules)
-    result = run(converted, out, 8 if bits is None else bits, group, rules=found, progress=_progress(as_json))
+    stored: Any = format  # checked by Storage
+    result = run(
+        converted, out, 8 if bits is None else bits, group, format=stored, rules=found, progress=_progress(as_json)
+    )
     print(json.dumps(result, indent=2) if as_json else f"{quantize_line(result)}: {out}")
 
 

@@ -1,4 +1,4 @@
-"""Linears whose cores are stored as integers of 8 or 4 bits with scales, and computed in floating point.
+"""Linears whose cores are stored in 8 or 4 bits with scales: integers, or FP8 (surgery/structures/fp8.py).
 
     core[.., k] = scale[.., k // g] * integer[.., k]        k: the inputs that an output of the core sums over, in groups of g, the last
                                                             of which may be smaller
@@ -14,15 +14,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.core.dispatch import dispatched
-from surgery.core.errors import SurgeryError
+from surgery.core.errors import SurgeryError, suggestion
+from surgery.structures.fp8 import E4M3, LARGEST, fp8_product, to_e4m3
 
+Format = Literal["int", "fp8"]
 BITS, GROUPS = (8, 4), (8, 16, 32, 64, 128, 256)
 FEW_TOKENS = 16  # up to which products are computed core by core
 # 4 bits: scales that are tried, as multiples of the one that maps the largest value to -8. 8/7 maps it to -7 or 7.
@@ -31,7 +33,8 @@ SCALES = (8 / 7, 1.0, 0.95, 0.9, 0.85, 0.8)
 
 @dataclass(frozen=True)
 class Storage:
-    """How cores are stored. bits: 8 or 4. group: inputs that share a scale; None: all inputs of an output.
+    """How cores are stored. bits: 8 or 4. group: inputs that share a scale; None: all inputs of an output. format: int,
+    or fp8 for e4m3, which has 8 bits and one scale for each output, and rounds the inputs of each product too.
 
     last_axis: whether groups are along the last axis of every core, as in files with tensor trains that lack the key
     `scales`.
@@ -40,12 +43,30 @@ class Storage:
     bits: int
     group: int | None = None
     last_axis: bool = False
+    format: Format = "int"
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or self.bits not in BITS:
             raise SurgeryError(f"bits must be 8 or 4 (got {self.bits!r})")
         if self.group is not None and (type(self.group) is not int or self.group not in GROUPS):
             raise SurgeryError(f"group must be one of {', '.join(map(str, GROUPS))}, or none (got {self.group!r})")
+        if self.format not in get_args(Format):
+            raise SurgeryError(
+                f"format must be one of {', '.join(get_args(Format))} (got {self.format!r})"
+                f"{suggestion(str(self.format), get_args(Format))}"
+            )
+        if self.format == "fp8" and (self.bits != 8 or self.group is not None):
+            raise SurgeryError(
+                f"format fp8 has 8 bits and one scale for each output (got {self.bits} bits, group {self.group}). Leave "
+                "out bits and group"
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of stored cores."""
+        if self.format == "fp8":
+            return E4M3
+        return torch.int8 if self.bits == 8 else torch.uint8
 
     def group_size(self, inputs: int) -> int:
         """Return the inputs that share a scale, of `inputs`. The last group has what is left."""
@@ -61,12 +82,15 @@ class Storage:
 
 
 def quantize_rows(rows_XK: Tensor, storage: Storage) -> tuple[Tensor, Tensor]:
-    """Return (integers (.., K) int8, or (.., ceil(K / 2)) uint8 with two of 4 bits in a byte; scales (.., ceil(K / g))
-    in the dtype of the rows).
+    """Return (integers (.., K) int8, or (.., ceil(K / 2)) uint8 with two of 4 bits in a byte, or e4m3 (.., K); scales
+    (.., ceil(K / g)) in the dtype of the rows).
     """
     inputs = rows_XK.shape[-1]
     blocks = _in_groups(rows_XK.float(), storage)
     extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+    if storage.format == "fp8":
+        scale = _rounded_scale(extreme.abs() / LARGEST, rows_XK.dtype, int(LARGEST))[..., 0]
+        return to_e4m3(rows_XK, scale).contiguous(), scale.to(rows_XK.dtype)
     if storage.bits == 8:
         scale = _rounded_scale(extreme.abs() / 127, rows_XK.dtype, 127)
         whole = _to_integers(blocks, scale, 127).flatten(-2)[..., :inputs].to(torch.int8)
@@ -155,11 +179,17 @@ class QuantizedLinear(nn.Module):
             meta.
         storage: bits and groups.
 
-    Raises SurgeryError if values are not finite.
+    Raises SurgeryError if values are not finite, and for fp8 if the structure's product is not one of its cores with one
+    input after the other.
     """
 
     def __init__(self, linear: Any, storage: Storage):
         super().__init__()
+        if storage.format == "fp8" and not hasattr(linear, "product_by_cores"):
+            raise SurgeryError(
+                f"{linear.config} has no product in fp8: dense, low_rank, pivoted_low_rank, btt and monarch have one. "
+                "Use format int"
+            )
         self.in_features, self.out_features, self.storage = linear.in_features, linear.out_features, storage
         self.config = getattr(linear, "config", None)
         self.shapes = {name: tuple(core.shape) for name, core in linear._parameters.items() if name != "bias"}
@@ -185,14 +215,16 @@ class QuantizedLinear(nn.Module):
                 where = f"core {name!r} of {linear.config if self.config else 'the weight'}"
                 raise SurgeryError(f"{where} has values that are not finite. Use a checkpoint with finite weights")
             return quantize_rows(rows, self.storage)
-        dtype, width = (torch.int8, inputs) if self.storage.bits == 8 else (torch.uint8, -(-inputs // 2))
-        return rows.new_empty(*rows.shape[:-1], width, dtype=dtype), rows.new_empty(*rows.shape[:-1], groups)
+        width = inputs if self.storage.bits == 8 else -(-inputs // 2)
+        return rows.new_empty(*rows.shape[:-1], width, dtype=self.storage.dtype), rows.new_empty(
+            *rows.shape[:-1], groups
+        )
 
     def check_loaded(self) -> None:
         """Raise SurgeryError if loaded values are invalid: no integers, scales that are not finite, indices out of
         range.
         """
-        dtype = torch.int8 if self.storage.bits == 8 else torch.uint8
+        dtype = self.storage.dtype
         for name in self.shapes:
             integers, scale = self._buffers[name], self._buffers[f"{name}_scale"]
             assert integers is not None and scale is not None
@@ -240,12 +272,12 @@ class QuantizedLinear(nn.Module):
         return y
 
     def _takes_cores(self, x: Tensor) -> bool:
-        """Return whether a call multiplies by one core after the other: on few tokens, without gradients, and outside
-        of torch.compile, which fuses scales and product itself.
+        """Return whether a call multiplies by one core after the other, without gradients: always in fp8; else on few
+        tokens, and outside of torch.compile, which fuses scales and product itself.
         """
         return (
-            not torch.compiler.is_compiling()
-            and 0 < x.numel() <= FEW_TOKENS * x.shape[-1]
+            (self.storage.format == "fp8" or not torch.compiler.is_compiling())
+            and (self.storage.format == "fp8" or 0 < x.numel() <= FEW_TOKENS * x.shape[-1])
             and not (torch.is_grad_enabled() and x.requires_grad)
             and hasattr(self._template[0], "product_by_cores")
             and not self.storage.last_axis
@@ -257,6 +289,9 @@ class QuantizedLinear(nn.Module):
         integers, scale = (getattr(self, at).flatten(0, -2) for at in (name, f"{name}_scale"))
         integers_GRX, scale_GRS = (t.unflatten(0, (groups, -1)) for t in (integers, scale))
         x_NGK = x.reshape(-1, groups, x.shape[-1] // groups)
+        if self.storage.format == "fp8":
+            triples = zip(x_NGK.unbind(1), integers_GRX.to(E4M3).unbind(0), scale_GRS[..., 0].unbind(0))
+            return torch.stack([fp8_product(*triple) for triple in triples], 1).reshape(*x.shape[:-1], -1)
         out_NGR: Tensor = quantized_product(x_NGK, integers_GRX, scale_GRS, self.storage)
         return out_NGR.reshape(*x.shape[:-1], -1)
 
@@ -264,6 +299,15 @@ class QuantizedLinear(nn.Module):
         """Return B as a dense matrix (O, I)."""
         dense: Tensor = self.float_linear().dense()
         return dense
+
+    def _apply(self, fn: Any, recurse: bool = True) -> QuantizedLinear:
+        """Apply a function to all tensors (`to`, `half`); e4m3 stays e4m3, which loses nothing: 16 bits hold it."""
+        parent: Any = super()
+        parent._apply(fn, recurse)
+        if self.storage.format == "fp8":
+            for name in self.shapes:
+                self._buffers[name] = getattr(self, name).to(E4M3)
+        return self
 
     def extra_repr(self) -> str:
         """Return the sizes, the config and the storage, for printing the module."""
