@@ -13,7 +13,7 @@ from torch import Tensor
 
 from surgery.kernels.chunked_op import ChunkedFunctions, OptionalTensors
 from surgery.kernels.packages.adapters import PackageKernel
-from surgery.kernels.packages.contest import candidates, choose, run_backward, run_forward
+from surgery.kernels.packages.contest import PackageCall, candidates, choose, run_backward, run_forward
 from surgery.kernels.packages.heads_last import RowTensors
 
 
@@ -52,7 +52,7 @@ def with_packages(
         if not (entrants := candidates(kernels, rows.v)):
             return ours()
         ends = borders_of(*plan.geometry)
-        chosen = choose(op, "forward", entrants, rows, ends, ours)
+        chosen = choose(entrants, PackageCall(op, rows, ends, ours))
         return ours() if chosen is None else run_forward(chosen, rows, ends)
 
     def backward(tensors: OptionalTensors, plan: _LazyPlan, d_out: Tensor, d_last: Tensor) -> OptionalTensors:
@@ -62,7 +62,7 @@ def with_packages(
             return ours()
         ends = borders_of(*plan.geometry)
         by_row = lambda: _complete(rows, ours())  # noqa: E731
-        chosen = choose(op, "backward", entrants, rows, ends, by_row, (d_out, d_last))
+        chosen = choose(entrants, PackageCall(op, rows, ends, by_row, (d_out, d_last)))
         if chosen is None:
             return ours()
         grads = run_backward(chosen, rows, ends, d_out, d_last)

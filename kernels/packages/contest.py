@@ -1,6 +1,6 @@
 """The choice between our kernels and those of other packages: import, check, timing.
 
-    choose(FORWARD, ..) -> None (our kernel), or the `PackageKernel` that runs the calls of this shape
+    choose(kernels, call) -> None (our kernel), or the `PackageKernel` that runs the calls of this shape
 
 1. A package is imported at the first call on a GPU that it could run. If the import fails, one warning names the
    package and the error, and the package is left out until the process ends.
@@ -27,7 +27,7 @@ import logging
 import os
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
@@ -76,6 +76,17 @@ class ContestResult:
         return f"{self.op} {self.pass_}, {self.call}, up to {self.tokens} tokens: {self.chosen} ({times}){reasons}"
 
 
+class PackageCall(NamedTuple):
+    """One call of an op. ends: borders of packed sequences, or None. ours: runs our kernel. grads: (d_out, d_last) of a
+    backward, whose results are gradients of `rows`."""
+
+    op: str
+    rows: RowTensors
+    ends: Tensor | None
+    ours: Callable[[], tuple[Tensor | None, ...]]
+    grads: tuple[Tensor, Tensor] | None = None
+
+
 class CallClass(NamedTuple):
     """What a check of step 2 holds for."""
 
@@ -93,11 +104,13 @@ class CallClass(NamedTuple):
     packed: bool
 
     @classmethod
-    def from_call(cls, op: str, pass_: PackagePass, rows: RowTensors, ends: Tensor | None) -> CallClass:
+    def from_call(cls, call: PackageCall) -> CallClass:
         """Return the class of a call."""
+        rows = call.rows
         sizes = rows.groups, rows.per_group, rows.k.shape[-1], rows.v.shape[-1]
-        flags = rows.is_shared, rows.beta is not None, rows.first is not None, ends is not None
-        return cls(op, pass_, rows.v.dtype, rows.v.device, *sizes, *flags)
+        flags = rows.is_shared, rows.beta is not None, rows.first is not None, call.ends is not None
+        pass_: PackagePass = "forward" if call.grads is None else "backward"
+        return cls(call.op, pass_, rows.v.dtype, rows.v.device, *sizes, *flags)
 
     def __str__(self) -> str:
         parts = ("shared keys", self.shared), ("first state", self.first), ("packed", self.packed)
@@ -177,27 +190,18 @@ def import_kernel(kernel: PackageKernel) -> Any:
         return None
 
 
-def choose(
-    op: str,
-    pass_: PackagePass,
-    kernels: list[PackageKernel],
-    rows: RowTensors,
-    ends: Tensor | None,
-    ours: Callable[[], tuple[Tensor | None, ...]],
-    grads: tuple[Tensor, Tensor] | None = None,
-) -> PackageKernel | None:
-    """Return the kernel for a call, or None for our own, which `ours` runs. kernels: of `candidates`. grads: (d_out,
-    d_last) of a backward."""
-    of = CallClass.from_call(op, pass_, rows, ends)
-    tokens = rows.v.shape[0] * rows.v.shape[2]
+def choose(kernels: list[PackageKernel], call: PackageCall) -> PackageKernel | None:
+    """Return the kernel for a call, or None for our own. kernels: of `candidates`."""
+    of = CallClass.from_call(call)
+    tokens = call.rows.v.shape[0] * call.rows.v.shape[2]
     size = 1 << max(0, tokens - 1).bit_length()
     key = of, size, kernel_choice()
     if key in _choices:
         return _choices[key]
-    result = ContestResult(op, pass_, str(of), size, OURS)
-    passed = []
+    result = ContestResult(of.op, of.pass_, str(of), size, OURS)
+    passed, chosen = [], None
     for kernel in kernels:
-        reason = check_kernel(kernel, of) if _offers(kernel, pass_) else "it has no backward"
+        reason = check_kernel(kernel, of) if _offers(kernel, of.pass_) else "it has no backward"
         if reason is None:
             passed.append(kernel)
         else:
@@ -205,12 +209,10 @@ def choose(
     if kernel_choice() in PACKAGES:
         chosen = passed[0] if passed else None
     elif passed:
-        right = ours()
+        right = call.ours()
         if not all(x is None or x.isfinite().all() for x in right):
             return None  # a NaN agrees with nothing: a later call chooses
-        chosen = _fastest(passed, result, right, rows, ends, ours, grads)
-    else:
-        chosen = None
+        chosen = _fastest(passed, result, call, right)
     result.chosen = OURS if chosen is None else chosen.package
     _choices[key] = chosen
     _results.append(result)
@@ -220,6 +222,13 @@ def choose(
 
 def _offers(kernel: PackageKernel, pass_: PackagePass) -> bool:
     return pass_ == "forward" or kernel.has_backward
+
+
+def run_kernel(kernel: PackageKernel, call: PackageCall) -> tuple[Tensor | None, ...]:
+    """Return what a package's kernel computes for a call: outputs, or gradients of its rows."""
+    if call.grads is None:
+        return run_forward(kernel, call.rows, call.ends)
+    return run_backward(kernel, call.rows, call.ends, *call.grads)
 
 
 def run_forward(kernel: PackageKernel, rows: RowTensors, ends: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -354,21 +363,15 @@ def _disagreement(
 
 # -- step 3: the call itself ----------------------------------------------------------------------------------
 def _fastest(
-    passed: list[PackageKernel],
-    result: ContestResult,
-    right: tuple[Tensor | None, ...],
-    rows: RowTensors,
-    ends: Tensor | None,
-    ours: Callable[[], tuple[Tensor | None, ...]],
-    grads: tuple[Tensor, Tensor] | None,
+    passed: list[PackageKernel], result: ContestResult, call: PackageCall, right: tuple[Tensor | None, ...]
 ) -> PackageKernel | None:
     """Return the fastest of our kernel (None) and those that passed, which must agree with ours on the call. right: what
-    `ours` returned."""
-    result.milliseconds[OURS] = measure(ours)
+    `call.ours` returned."""
+    result.milliseconds[OURS] = measure(call.ours)
     chosen, least = None, result.milliseconds[OURS]
-    tolerance = 2 * TOLERANCES[rows.v.dtype] * (1 if grads is None else 2)
+    tolerance = 2 * TOLERANCES[call.rows.v.dtype] * (1 if call.grads is None else 2)
     for kernel in passed:
-        run = lambda k=kernel: run_forward(k, rows, ends) if grads is None else run_backward(k, rows, ends, *grads)  # noqa: E731
+        run = partial(run_kernel, kernel, call)
         try:
             reason = _disagreement(run(), right, tolerance)
             if reason is None:

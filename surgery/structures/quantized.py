@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from surgery.core.dispatch import dispatched
 from surgery.core.errors import SurgeryError, suggestion
-from surgery.structures.fp8 import E4M3, LARGEST, fp8_product, to_e4m3
 
 Format = Literal["int", "fp8"]
 BITS, GROUPS = (8, 4), (8, 16, 32, 64, 128, 256)
@@ -65,7 +64,7 @@ class Storage:
     def dtype(self) -> torch.dtype:
         """The dtype of stored cores."""
         if self.format == "fp8":
-            return E4M3
+            return torch.float8_e4m3fn
         return torch.int8 if self.bits == 8 else torch.uint8
 
     def group_size(self, inputs: int) -> int:
@@ -89,6 +88,8 @@ def quantize_rows(rows_XK: Tensor, storage: Storage) -> tuple[Tensor, Tensor]:
     blocks = _in_groups(rows_XK.float(), storage)
     extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     if storage.format == "fp8":
+        from surgery.structures.fp8 import LARGEST, to_e4m3
+
         scale = _rounded_scale(extreme.abs() / LARGEST, rows_XK.dtype, int(LARGEST))[..., 0]
         return to_e4m3(rows_XK, scale).contiguous(), scale.to(rows_XK.dtype)
     if storage.bits == 8:
@@ -290,7 +291,9 @@ class QuantizedLinear(nn.Module):
         integers_GRX, scale_GRS = (t.unflatten(0, (groups, -1)) for t in (integers, scale))
         x_NGK = x.reshape(-1, groups, x.shape[-1] // groups)
         if self.storage.format == "fp8":
-            triples = zip(x_NGK.unbind(1), integers_GRX.to(E4M3).unbind(0), scale_GRS[..., 0].unbind(0))
+            from surgery.structures.fp8 import fp8_product
+
+            triples = zip(x_NGK.unbind(1), integers_GRX.unbind(0), scale_GRS[..., 0].unbind(0))
             return torch.stack([fp8_product(*triple) for triple in triples], 1).reshape(*x.shape[:-1], -1)
         out_NGR: Tensor = quantized_product(x_NGK, integers_GRX, scale_GRS, self.storage)
         return out_NGR.reshape(*x.shape[:-1], -1)
@@ -306,7 +309,7 @@ class QuantizedLinear(nn.Module):
         parent._apply(fn, recurse)
         if self.storage.format == "fp8":
             for name in self.shapes:
-                self._buffers[name] = getattr(self, name).to(E4M3)
+                self._buffers[name] = getattr(self, name).to(self.storage.dtype)
         return self
 
     def extra_repr(self) -> str:

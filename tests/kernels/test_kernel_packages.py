@@ -306,6 +306,28 @@ def test_reference_of_packed_sequences_is_that_of_each(clock):
     torch.testing.assert_close(last[1:], state)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("length", [1000, 8192])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("delta", [True, False], ids=["gated delta rule", "SSD"])
+def test_installed_packages_on_a_gpu(delta, shared, length, monkeypatch):
+    """Whatever is chosen and forced agrees with our kernel; pytest -rP shows choices, times and reasons."""
+    monkeypatch.setattr(contest, "CHECK_TOKENS", length)  # of the inputs below, after all checks
+    of = CallClass("", "forward", torch.bfloat16, torch.device("cuda"), 8, 1, 128, 128, shared, delta, True, False)
+    rows, _ = random_call(of)
+    monkeypatch.undo()
+    contest.clear()
+    leaves = [x if x is None else x.detach().requires_grad_() for x in rows]
+    with use_kernels("kernel"):
+        ours = run_op(leaves, delta)
+    for choice in ("measured", "flash-qla", "fla", "flashinfer"):
+        with use_kernels(choice):
+            for a, b in zip(ours, run_op(leaves, delta)):
+                assert float((a - b).norm() / a.norm()) < 0.08, (choice, [str(result) for result in results()])
+    print("\n".join(map(str, results())) or "no package of the extra gpu-fast is installed")
+
+
 def test_importing_the_kernels_imports_no_package():
     import subprocess
 
