@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 
@@ -74,3 +75,21 @@ def unit_last_stride(x: Tensor) -> Tensor:
     if x.stride(1) == 0:
         return x[:, :1].contiguous().expand(x.shape)
     return x.contiguous()
+
+
+def reduce_shared(d: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of x from d (B, G, ..), the gradient of x expanded over the groups.
+
+    It is the sum over the groups if x has one group; if x is a tensor expanded over its groups, each group gets an
+    equal share of that sum.
+    """
+    if x.shape[1] == d.shape[1] and x.stride(1) != 0:
+        return d.to(x.dtype)
+    total = d.sum(1, keepdim=True, dtype=torch.float32)
+    return (total / x.shape[1]).to(x.dtype).expand(x.shape)
+
+
+def empty_out(q_BGJTF: Tensor, v_BGTV: Tensor) -> Tensor:
+    """Return an uninitialized out_BGJTV, laid out as (B, T, G, J, V)."""
+    batch, groups, length, values = v_BGTV.shape
+    return v_BGTV.new_empty(batch, length, groups, q_BGJTF.shape[2], values).permute(0, 2, 3, 1, 4)

@@ -545,10 +545,11 @@ def quantize(
     *,
     bits: int = 8,
     group: int | None = None,
+    format: Literal["int", "fp8"] = "int",
     rules: PathLike | None = None,
     progress: Progress | None = None,
 ) -> CommandResult:
-    """Store the linears of a converted checkpoint or model as integers.
+    """Store the linears of a converted checkpoint or model as integers, or in FP8.
 
     Return their number, and the bytes of all tensors before and after.
 
@@ -557,6 +558,7 @@ def quantize(
         out: folder of the quantized checkpoint; must not exist. None for a model.
         bits: 8 or 4.
         group: inputs that share a scale; None: 64 with 4 bits, all inputs of an output with 8.
+        format: int; or fp8, e4m3 with 8 bits, which rounds the inputs of each product too.
         rules: YAML file with the bits of each linear, which `search(bits=..)` writes, in place of `bits` and `group`;
             for a folder only.
         progress: as in `convert`.
@@ -567,7 +569,7 @@ def quantize(
     from surgery.planning.bits_recipe import read_bits
 
     if _is_module(converted) and out is None and rules is None:
-        result = quantize_live(converted, bits, group)
+        result = quantize_live(converted, bits, group, format)
     elif out is None or _is_module(converted):
         raise SurgeryError(
             "surgery.quantize takes a folder and `out`, or a model without `out`. Save a model with save_pretrained"
@@ -575,7 +577,7 @@ def quantize(
     else:
         name = _checkpoint_name(converted, "quantize")
         chosen = None if rules is None else read_bits(Path(rules))
-        result = run(name, Path(out), bits, group, rules=chosen, progress=progress or RichProgress())
+        result = run(name, Path(out), bits, group, format=format, rules=chosen, progress=progress or RichProgress())
     return CommandResult(result, lambda: [quantize_line(result)])
 
 

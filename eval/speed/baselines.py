@@ -50,12 +50,12 @@ def _gated_delta(t: Any) -> CallAndLeaves:
     return lambda: chunk_gated_delta_rule(q, k, v, gate, beta, scale=1.0)[0], [q, k, v, gate, beta]
 
 
-def fla_version() -> str | None:
-    """Return the installed version, or None."""
+def distribution_version(name: str) -> str | None:
+    """Return the installed version of a distribution, or None."""
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as of
 
     try:
-        return of("flash-linear-attention")
+        return of(name)
     except PackageNotFoundError:
         return None

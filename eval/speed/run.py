@@ -18,14 +18,14 @@ from surgery.core.device import choose_device, device_name
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.files import explain_disk_errors, read_json, write_json
 from surgery.core.progress import Progress
-from surgery.eval.speed import attention, contexts, decode, linear, model, serve
+from surgery.eval.speed import attention, contexts, decode, linear, model, packages, serve
 from surgery.eval.speed import train as training
-from surgery.eval.speed.baselines import fla_version as peer_version
+from surgery.eval.speed.baselines import distribution_version
 from surgery.eval.speed.host_time import measure_host_time
 from surgery.eval.speed.roofline import add_floor, measure_ceilings
 from surgery.eval.speed.timer import Benchmark, BenchmarkCase, ResultRow, TimedImplementation
 
-KINDS = ("linear", "attention", "decode", "model")
+KINDS = ("linear", "attention", "packages", "decode", "model")
 TRAIN, SERVE, SPEED = "train", "serve", "speed"
 SIZES = ("full", "main", "compressed", "small")  # compressed: of linears alone
 STAGES = ("lm", "distill")  # of bench train
@@ -114,6 +114,9 @@ def bench(
             break
     else:
         result["complete"] = True
+    if kind == "packages":
+        result["choices"] = packages.choices()
+        result["versions"] |= packages.versions()
     result["seconds"] = round(time.monotonic() - started, 1)
     if out is not None:
         save_result(out, result)
@@ -171,7 +174,8 @@ def _benchmark_cases(
         return linear.benchmark_cases(sizes, device, dtype, shapes)
     if kind == "attention":
         return attention.benchmark_cases(sizes, device, dtype, peers)
-    return {"linear": linear, "decode": decode, "model": model}[kind].benchmark_cases(sizes, device, dtype)
+    modules = {"linear": linear, "packages": packages, "decode": decode, "model": model}
+    return modules[kind].benchmark_cases(sizes, device, dtype)
 
 
 def _select_implementations(case: BenchmarkCase, only: str | None, gpu: bool) -> list[TimedImplementation]:
@@ -233,7 +237,8 @@ def describe_environment(device: torch.device, command: Sequence[str] = ()) -> d
         versions["triton"] = version("triton")
     from importlib.metadata import version as of
 
-    versions["transformers"], versions["flash-linear-attention"] = of("transformers"), peer_version()
+    versions["transformers"] = of("transformers")
+    versions["flash-linear-attention"] = distribution_version("flash-linear-attention")
     capability = list(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
     return {
         "device": device_name(device),

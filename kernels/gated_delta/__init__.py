@@ -4,7 +4,8 @@
 
 Yang et al. 2025, "Gated Delta Networks", eq. 10 and section 3.3. Chunks are brought into WY form
 (kernels/gated_delta/wy.py), states pass from chunk to chunk (kernels/gated_delta/states.py), then every chunk computes
-its outputs (kernels/gated_delta/output.py). The backward recomputes the states; only the inputs are saved.
+its outputs (kernels/gated_delta/output.py). The backward recomputes the states; only the inputs are saved. Where another
+package's kernel is installed, correct and faster, it runs instead (kernels/packages/contest.py).
 
 Shapes: q (B, G, J, T, K), k (B, G, T, K), v (B, G, T, V), beta and log-gates (B, G, T), states (R, G, K, V). B rows of
 the batch, G groups of J query heads, T tokens, K features of queries and keys, V values, R rows with a state of their
@@ -28,7 +29,10 @@ from surgery.kernels.gated_delta.layout import DEFAULT_CHUNK, DeltaPlan, DeltaSi
 from surgery.kernels.gated_delta.output import launch_output, launch_output_backward
 from surgery.kernels.gated_delta.states import launch_pass_backward, launch_pass_forward
 from surgery.kernels.gated_delta.wy import WYOutputGradients, launch_wy_backward, launch_wy_forward
-from surgery.kernels.kernel_tensors import unit_last_stride
+from surgery.kernels.kernel_tensors import empty_out, unit_last_stride
+from surgery.kernels.packages.adapters import GATED_DELTA_KERNELS
+from surgery.kernels.packages.chunked import with_packages
+from surgery.kernels.packages.heads_last import RowTensors
 from surgery.kernels.tuning import TOKENS_READER, is_fastest
 from surgery.mixers.masks.semiseparable import semiseparable
 
@@ -62,14 +66,20 @@ def _fake_outputs(tensors: tuple[Any, ...], ends: Tensor | None, chunk: int) -> 
     q, k, v, *_ = tensors
     rows = len(q) if ends is None else len(ends) - 1
     last = v.new_empty(rows, v.shape[1], k.shape[-1], v.shape[-1], dtype=torch.float32)
-    return v.new_empty(*q.shape[:4], v.shape[-1]), last
+    return empty_out(q, v), last
 
 
 GATED_DELTA_OP = ChunkedOp(
     "gated_delta",
     "Tensor q, Tensor k, Tensor v, Tensor beta, Tensor gates, Tensor? first",
     "Tensor? ends, int chunk",
-    ChunkedFunctions(_make_sizes, _forward, _backward, _fake_outputs),
+    with_packages(
+        "gated delta rule",
+        ChunkedFunctions(_make_sizes, _forward, _backward, _fake_outputs),
+        GATED_DELTA_KERNELS,
+        rows_of=lambda tensors: RowTensors(*tensors),
+        borders_of=lambda ends, chunk: ends,
+    ),
 )
 
 

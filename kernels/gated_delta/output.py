@@ -29,7 +29,7 @@ from surgery.kernels.gated_delta.layout import (
 )
 from surgery.kernels.gated_delta.states import ChunkStates
 from surgery.kernels.gated_delta.wy import WYTerms
-from surgery.kernels.kernel_tensors import HeadTensor
+from surgery.kernels.kernel_tensors import HeadTensor, empty_out
 
 
 class OutputGradients(NamedTuple):
@@ -47,7 +47,7 @@ def output_forward(
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Store out (B, G, J, T, V) of one chunk, query head and block of values. Grid: (R x N, G x J, blocks of values).
+    """Store out (B, T, G, J, V) of one chunk, query head and block of values. Grid: (R x N, G x J, blocks of values).
 
     q: `HeadTensor`; k: `GroupTensor`; states, x: `ChunkStates` of all chunks.
     """
@@ -68,13 +68,13 @@ def output_forward(
     p_CC = (qk_CC * decay_mask(c, at, C)).to(k.ptr.dtype.element_ty)
     out_CV *= decay_from_start(c, at, C)[:, None]
     out_CV = tl.dot(p_CC, tl.trans(x_VC), out_CV, input_precision=P)
-    store_tile(out + ((batch * G + g) * J + j) * T * V, t_C, V, here_C, V, at_v, out_CV, BV)
+    store_tile(out + (batch * T * G * J + head) * V, t_C, G * J * V, here_C, V, at_v, out_CV, BV)
 
 
 def launch_output(plan: DeltaPlan, terms: WYTerms, states: ChunkStates) -> Tensor:
     """Return out_BGJTV."""
     s, q = plan.sizes, plan.q
-    out = torch.empty(*q.shape[:4], s.V, dtype=s.dtype, device=q.device)
+    out = empty_out(q, plan.v)
     output_forward[(s.R * s.N, s.G * s.J, s.wide_blocks)](
         *plan.queries_keys, s.table, terms.c, *states, out, q.shape[3], s.N, s.J, **s.wide_kernel, BX=s.tile_features,
         **s.tile_options(s.warps(16384)),

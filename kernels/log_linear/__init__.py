@@ -22,17 +22,15 @@ from torch import Tensor
 
 from surgery.core.dispatch import register_kernel
 from surgery.kernels.chunked_op import ChunkedFunctions, ChunkedOp
-from surgery.kernels.kernel_tensors import unit_last_stride
+from surgery.kernels.kernel_tensors import empty_out, reduce_shared, unit_last_stride
 from surgery.kernels.log_linear.states import launch_build_slots, launch_slot_gradients
 from surgery.kernels.ssd.backward import launch_add_passing_gradients, launch_read_grad, launch_write_grad
 from surgery.kernels.ssd.layout import (
     ChunkedPlan,
     ChunkTable,
-    empty_out,
     empty_states,
     fits_kernels,
     limit_chunk,
-    reduce_shared,
     run_sliced,
 )
 from surgery.kernels.ssd.output import launch_read

@@ -4,7 +4,8 @@
 
 Forward: a walk over the chunks stores the state before each (kernels/ssd/states.py), then all chunks compute their
 outputs in parallel (kernels/ssd/output.py). Backward: the states again, the walk back with their gradients, then all
-chunks in parallel (kernels/ssd/backward.py). Only the inputs are saved.
+chunks in parallel (kernels/ssd/backward.py). Only the inputs are saved. Where another package's kernel is installed,
+correct and faster, it runs instead (kernels/packages/contest.py).
 
 Shapes: q (B, G, J, T, F), k (B, G, T, F), v (B, G, T, V), gates (B, G, T), states (S, G, F, V). B rows of the batch, G
 groups of J query heads, T tokens, F features of queries and keys, V values, S sequences: the rows, or sequences packed
@@ -20,16 +21,17 @@ from torch import Tensor
 
 from surgery.core.dispatch import register_kernel
 from surgery.kernels.chunked_op import ChunkedFunctions, ChunkedOp
-from surgery.kernels.kernel_tensors import unit_last_stride
+from surgery.kernels.kernel_tensors import empty_out, reduce_shared, unit_last_stride
+from surgery.kernels.packages.adapters import SSD_KERNELS
+from surgery.kernels.packages.chunked import with_packages
+from surgery.kernels.packages.heads_last import RowTensors
 from surgery.kernels.ssd.backward import launch_read_grad, launch_write_grad
 from surgery.kernels.ssd.layout import (
     ChunkedPlan,
     ChunkTable,
-    empty_out,
     empty_states,
     fits_kernels,
     limit_chunk,
-    reduce_shared,
     run_sliced,
 )
 from surgery.kernels.ssd.output import launch_read
@@ -77,7 +79,13 @@ SSD_OP = ChunkedOp(
     "ssd",
     "Tensor q, Tensor k, Tensor v, Tensor gates, Tensor? first",
     ChunkTable.GEOMETRY,
-    ChunkedFunctions(_make_table, _forward, _backward, _fake_outputs),
+    with_packages(
+        "SSD",
+        ChunkedFunctions(_make_table, _forward, _backward, _fake_outputs),
+        SSD_KERNELS,
+        rows_of=lambda tensors: RowTensors(*tensors[:3], None, *tensors[3:]),
+        borders_of=lambda start, ends, *_: ends,
+    ),
 )
 
 

@@ -226,12 +226,6 @@ def product_options(dtype: torch.dtype) -> dict[str, Any]:
     return {"DOT": tl.float32 if wide else tl.bfloat16, "PRECISION": "tf32x3" if wide else "tf32"}
 
 
-def empty_out(q_BGJTF: Tensor, v_BGTV: Tensor) -> Tensor:
-    """Return an uninitialized out_BGJTV, laid out as (B, T, G, J, V)."""
-    batch, groups, length, values = v_BGTV.shape
-    return v_BGTV.new_empty(batch, length, groups, q_BGJTF.shape[2], values).permute(0, 2, 3, 1, 4)
-
-
 def empty_states(k_BGTF: Tensor, v_BGTV: Tensor, *rows: int) -> Tensor:
     """Return an uninitialized float32 tensor (*rows, G, F, V)."""
     return v_BGTV.new_empty(*rows, v_BGTV.shape[1], k_BGTF.shape[-1], v_BGTV.shape[-1], dtype=torch.float32)
@@ -246,18 +240,6 @@ def gate_sums(table: ChunkTable, gates_BGT: Tensor) -> Tensor:
         num_warps=1,
     )  # fmt: skip
     return sums
-
-
-def reduce_shared(d: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient of x from d (B, G, ..), the gradient of x expanded over the groups.
-
-    It is the sum over the groups if x has one group; if x is a tensor expanded over its groups, each group gets an
-    equal share of that sum.
-    """
-    if x.shape[1] == d.shape[1] and x.stride(1) != 0:
-        return d.to(x.dtype)
-    total = d.sum(1, keepdim=True, dtype=torch.float32)
-    return (total / x.shape[1]).to(x.dtype).expand(x.shape)
 
 
 def fits_kernels(q: Tensor, k: Tensor, v: Tensor, chunk: int) -> bool:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surgery.kernels.kernel_tensors import HeadTensor
+from surgery.kernels.kernel_tensors import HeadTensor, empty_out
 from surgery.kernels.ssd.chunk import (
     decay_mask,
     first_token,
@@ -22,7 +22,7 @@ from surgery.kernels.ssd.chunk import (
     load_gate_sums,
     lowest_bit,
 )
-from surgery.kernels.ssd.layout import ChunkedPlan, SlotStates, empty_out, power_of_two
+from surgery.kernels.ssd.layout import ChunkedPlan, SlotStates, power_of_two
 
 
 @triton.jit(do_not_specialize=["count", "T", "M"])

@@ -288,6 +288,7 @@ class StorageReport(ReportModel):
     linears: Count
     bits: Count | Literal["4 or 8"]
     group: Count | None
+    format: Literal["int", "fp8"] = "int"
     bytes_before: Count
     bytes_after: Count
 

@@ -37,6 +37,7 @@ from surgery.modeling.joined import JoinedLinear
 from surgery.modeling.live import copy_hooks, has_adapter, is_converted, is_library_model, model_device
 from surgery.modeling.modules import (
     REPLACED,
+    STORAGE_KEYS,
     GuardedLinear,
     SplitLinear,
     build_module,
@@ -171,7 +172,7 @@ def _padded_modules(model: Any, pruned: dict[str, Any]) -> dict[str, nn.Module]:
     for path, spec in pruned.items():
         module: Any = model.get_submodule(path)
         weight_OI, bias_O = padded_weights(module, whole[path])
-        plain = {key: value for key, value in spec.items() if key not in ("bits", "group", "scales")}
+        plain = {key: value for key, value in spec.items() if key not in STORAGE_KEYS}
         linear: Any = build_module({**plain, "in_features": whole[path].in_, "out_features": whole[path].out})
         trains = any(parameter.requires_grad for parameter in module.parameters())
         linear.weight = nn.Parameter((weight_OI.mT if whole[path].transposed else weight_OI).contiguous(), trains)

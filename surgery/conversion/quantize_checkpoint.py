@@ -33,7 +33,7 @@ from surgery.modeling.quantize import (
 )
 from surgery.modeling.quantizer import split_named_experts
 from surgery.planning.bits_recipe import BitsRecipe
-from surgery.structures.quantized import Storage
+from surgery.structures.quantized import Format, Storage
 
 
 def quantize(
@@ -42,20 +42,21 @@ def quantize(
     bits: int = 8,
     group: int | None = None,
     *,
+    format: Format = "int",
     rules: BitsRecipe | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Write a converted checkpoint with quantized linears to `out`; return {"out", "linears", "bytes_before",
     "bytes_after", ..}.
 
-    rules: bits of some linears, in place of `bits` and `group` for all of them; with rules an original checkpoint is
+    format: int, or fp8 with 8 bits. rules: bits of some linears, in place of `bits` and `group` for all of them; with rules an original checkpoint is
     quantized too.
 
     Memory is that of one linear and one file of results. Raises SurgeryError if `converted` is not a converted
     checkpoint or quantized already, if weights are not finite, or if `out` exists.
     """
     progress, out = progress or Progress(), Path(out)
-    given = None if rules is not None else make_storage(bits, group)
+    given = None if rules is not None else make_storage(bits, group, format)
     check_output_path(out, True)
     source = open_converted_checkpoint(converted)
     is_original = rules is not None and is_unconverted(source)
@@ -148,6 +149,4 @@ def quantize_line(summary: dict[str, Any]) -> str:
     groups = f"groups of {summary['group']}" if summary["group"] else "one scale per output"
     groups = "groups by their bits" if summary["bits"] == MIXED_BITS else groups
     before, after = summary["bytes_before"], summary["bytes_after"]
-    return (
-        f"{summary['linears']} linears in {summary['bits']} bits ({groups}), all tensors: {before:,} -> {after:,} bytes"
-    )
+    return f"{summary['linears']} linears in {summary['bits']} bits ({'fp8, ' if 'format' in summary else ''}{groups}), all tensors: {before:,} -> {after:,} bytes"

@@ -457,7 +457,8 @@ def _load_tensors(
             raise SurgeryError(
                 f"tensor {info.name} has shape {list(loaded.shape)}, the table says {list(tensor.shape)}"
             )
-        set_module_tensor(module, name, (loaded.float() if loaded.is_floating_point() else loaded).to(device))
+        widens = loaded.is_floating_point() and tensor.dtype == torch.float32  # weights in FP8 stay as they are
+        set_module_tensor(module, name, (loaded.float() if widens else loaded).to(device))
 
 
 K = TypeVar("K")

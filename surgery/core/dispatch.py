@@ -34,7 +34,9 @@ from surgery.core.import_hooks import run_after_import
 
 P = ParamSpec("P")
 R = TypeVar("R")
-KernelChoice = Literal["measured", "kernel", "products", "reference"]
+PackageChoice = Literal["flash-qla", "fla", "flashinfer"]  # other packages, whose kernels run inside of ours
+KernelChoice = Literal["measured", "kernel", "products", "reference", PackageChoice]
+PACKAGE_CHOICES: tuple[PackageChoice, ...] = get_args(PackageChoice)
 
 MAX_CALLS = 4096  # keys for which an op keeps its selection
 MAX_SHOWN = 3  # tensors in a message about a call
@@ -160,6 +162,8 @@ class DispatchedOp:
                 f"environment variable {VARIABLE}={_choice!r} is not one of {', '.join(get_args(KernelChoice))}"
                 f"{suggestion(str(_choice), get_args(KernelChoice))}"
             )
+        if _choice in PACKAGE_CHOICES:
+            return None
         if _choice == "products" and load_kernels() and all(k.implementation != "products" for k in self.kernels):
             return None
         return str(_choice)
@@ -208,6 +212,9 @@ def use_kernels(choice: KernelChoice) -> Iterator[None]:
         "kernel"       this project's kernel wherever it accepts the arguments, also on the CPU (with TRITON_INTERPRET=1)
         "products"     PyTorch's batched products for BTT and Monarch linears; other functions as with "measured"
         "reference"    no kernels
+        "flash-qla", "fla", "flashinfer"
+                       this package's kernels where it is installed and correct (kernels/packages/contest.py), with no
+                       comparison of times; everything else as with "measured"
 
     Outside of this context the environment variable SURGERY_KERNELS names the choice.
     """
@@ -217,6 +224,11 @@ def use_kernels(choice: KernelChoice) -> Iterator[None]:
         yield
     finally:
         _choice = before
+
+
+def kernel_choice() -> str:
+    """Return the choice of the active `use_kernels` or of SURGERY_KERNELS."""
+    return str(_choice)
 
 
 @contextmanager

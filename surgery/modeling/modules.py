@@ -5,7 +5,7 @@ Loading a converted checkpoint needs only this.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +47,10 @@ class GuardedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return the linear map of x: (.., in) -> (.., out)."""
         return F.linear(x, self.weight[0], self.bias)
+
+    def product_by_cores(self, x: Tensor, multiply: Callable[[str, Tensor], Tensor]) -> Tensor:
+        """Return the linear map of x without the bias. multiply(name, x): the product of the weight with x (.., in)."""
+        return multiply("weight", x)
 
     def dense(self) -> Tensor:
         """Return the weight (out, in)."""
@@ -101,7 +105,7 @@ def build_module(
     ..}. The order of the parts is a list because transformers sorts the keys of config.json
     (PreTrainedConfig.to_json_string in
     https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/configuration_utils.py). With `bits`, and
-    `group` if scales have groups, the weights are stored as integers: QuantizedLinear; `scales`: "inputs" tells tensor
+    `group` if scales have groups, the weights are stored as integers, or with `format`: "fp8" as e4m3: QuantizedLinear; `scales`: "inputs" tells tensor
     trains from older ones, see `Storage`. With `share`: "experts", it is a SharedLowRankLinear, which needs
     `connect_bases` or `connect`. The structure "joined" is a JoinedLinear, which needs `connect_joined`. The first
     linear of a group has {"structure": "joined", sizes, "matrix": entry of B, "members": names of the group, sorted by
@@ -251,7 +255,7 @@ def _build_quantized(spec: dict[str, Any], device: str | torch.device, dtype: to
         raise SurgeryError(f"{DAMAGED_TABLE}: a linear whose basis is shared by experts is not stored as integers")
     plain = float_entry({"bits": 0, **spec})
     try:
-        storage = Storage(spec.get("bits", 0), spec.get("group"))
+        storage = Storage(spec.get("bits", 0), spec.get("group"), format=spec.get("format", "int"))
         if plain.get("structure") in ("split", "joined"):
             raise SurgeryError("the parts of a split entry, and the matrix of a joined one, have bits of their own")
         linear = build_module(plain, device, dtype)
@@ -268,9 +272,13 @@ def _build_quantized(spec: dict[str, Any], device: str | torch.device, dtype: to
         raise SurgeryError(text if text.startswith(DAMAGED_TABLE) else f"{DAMAGED_TABLE}: {text}") from None
 
 
+STORAGE_KEYS = ("bits", "group", "scales", "format")  # of a stored linear's entry
+
+
 def quantized_entry(entry: dict[str, Any], storage: Storage) -> dict[str, Any]:
     """Return the table entry of a linear, structured or dense, with its storage."""
     entry = {**entry, "bits": storage.bits, **({"group": storage.group} if storage.group is not None else {})}
+    entry |= {"format": storage.format} if storage.format != "int" else {}
     if entry["structure"] not in ("dense", "folded", "pruned"):
         structure: Any = STRUCTURES[STRUCTURES.config_type(entry["structure"])]
         entry |= {"scales": "inputs"} if structure.scales_named else {}
@@ -282,7 +290,7 @@ def float_entry(entry: dict[str, Any]) -> dict[str, Any]:
     split entry and of the matrix of a joined one. A dense weight is (1, out, in), as in GuardedLinear.
     """
     if "bits" in entry:
-        entry = {k: v for k, v in entry.items() if k not in ("bits", "group", "scales")}
+        entry = {k: v for k, v in entry.items() if k not in STORAGE_KEYS}
         return {**entry, "structure": "folded"} if entry.get("structure") in ("dense", "pruned") else entry
     if isinstance(parts := entry.get("parts"), dict):
         return {**entry, "parts": {name: float_entry(part) for name, part in parts.items()}}

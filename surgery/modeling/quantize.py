@@ -30,26 +30,26 @@ from surgery.modeling.modules import (
 from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.modeling.quantizer import ModuleFinder, split_named_experts
 from surgery.structures.call_scope import hold_groups
-from surgery.structures.quantized import QuantizedLinear, Storage
+from surgery.structures.quantized import Format, QuantizedLinear, Storage
 
 DEFAULT_GROUPS = {8: None, 4: 64}
 
 
-def make_storage(bits: int, group: int | None = None) -> Storage:
+def make_storage(bits: int, group: int | None = None, format: Format = "int") -> Storage:
     """Return the storage of `bits`; the default group is one scale per output with 8 bits, and 64 inputs with 4."""
-    return Storage(bits, DEFAULT_GROUPS.get(bits) if group is None else group)
+    return Storage(bits, DEFAULT_GROUPS.get(bits) if group is None else group, format=format)
 
 
 # -- a model in memory ---------------------------------------------------------------------------------
 @torch.no_grad()
-def quantize_live(model: Any, bits: int = 8, group: int | None = None) -> dict[str, Any]:
+def quantize_live(model: Any, bits: int = 8, group: int | None = None, format: Format = "int") -> dict[str, Any]:
     """Quantize the linears of a converted model in memory, in place; return {"linears", "bits", "group",
     "bytes_before", "bytes_after"}.
 
     `model.save_pretrained` writes the integers. Raises SurgeryError, with the model unchanged, if it is not a converted
     transformers model, is quantized already or has an adapter, or if weights are not finite.
     """
-    storage, kind = make_storage(bits, group), type(model).__name__
+    storage, kind = make_storage(bits, group, format), type(model).__name__
     table = getattr(getattr(model, "config", None), "quantization_config", None)
     if not isinstance(model, PreTrainedModel) or not is_converted(model) or not isinstance(table, SurgeryConfig):
         raise SurgeryError(
@@ -182,8 +182,10 @@ def storage_summary(storages: Mapping[str, Storage]) -> dict[str, Any]:
     have several.
     """
     bits, groups = {storage.bits for storage in storages.values()}, {storage.group for storage in storages.values()}
+    formats = {storage.format for storage in storages.values()}
     return {
         "linears": len(storages),
         "bits": next(iter(bits)) if len(bits) == 1 else MIXED_BITS,
         "group": next(iter(groups)) if len(groups) == 1 else None,
+        **({"format": "fp8"} if formats == {"fp8"} else {}),
     }

@@ -456,6 +456,7 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
     if storage := report.get("storage"):
         groups = f"scales of groups of {storage['group']}" if storage["group"] else "one scale per output"
         groups = groups if storage["bits"] in (8, 4) else "groups by their bits"
+        groups = f"fp8, {groups}" if storage.get("format") == "fp8" else groups
         lines.append(
             f"{storage['linears']} linears stored in {storage['bits']} bits ({groups}): "
             f"{size_text(storage['bytes_before'])} -> "

@@ -284,6 +284,17 @@ class BTTLinear(StructuredLinear):
         y: Tensor = run(x, *self.right_and_left(), None, self.out_features)
         return y
 
+    def product_by_cores(self, x: Tensor, multiply: Callable[[str, Tensor, int], Tensor]) -> Tensor:
+        """Return B x (..., O), without the bias. multiply(name, x, groups): the products of a core's matrices with the
+        parts of x (..., groups * K)."""
+        (b, c), (a, d) = self.config.blocks, self.block_shape(self.config, self.out_features, self.in_features)
+        x = F.pad(x, (0, c * d - self.in_features)) if c * d != self.in_features else x
+        z = multiply("right", x, c).unflatten(-1, (c, b, -1)).transpose(-3, -2).flatten(-3)
+        y = multiply("weight", z, b)
+        if self.config.order != "contiguous":
+            y = y.unflatten(-1, (b, a)).transpose(-1, -2).flatten(-2)
+        return y[..., : self.out_features]
+
     def forward(self, x: Tensor) -> Tensor:
         """Return B x + bias (..., O) for x (..., I)."""
         run = btt_linear if self.config.order == "contiguous" else strided_btt_linear

@@ -1,11 +1,12 @@
-"""Linears whose cores are stored as integers of 8 or 4 bits with scales, and computed in floating point.
+"""Linears whose cores are stored in 8 or 4 bits with scales: integers, or FP8 (surgery/structures/fp8.py).
 
     core[.., k] = scale[.., k // g] * integer[.., k]        k: the inputs that an output of the core sums over, in groups of g, the last
                                                             of which may be smaller
 
 Rounding is to the nearest integer, without zero points. With 4 bits the scale of a group is the one of SCALES with the
 least squared error, and the cores of low rank are rotated along the rank first (`LowRankLinear.cores_to_round`). This is weight-only quantization: it saves memory, and each call multiplies the integers out before
-the product of the structure.
+the product of the structure, except for a few tokens on a GPU: there a kernel unpacks the integers of dense, low rank,
+pivoted low rank, BTT and Monarch linears inside the product (kernels/quantized).
 """
 
 from __future__ import annotations
@@ -13,22 +14,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from surgery.core.errors import SurgeryError
+from surgery.core.dispatch import dispatched
+from surgery.core.errors import SurgeryError, suggestion
 
+Format = Literal["int", "fp8"]
 BITS, GROUPS = (8, 4), (8, 16, 32, 64, 128, 256)
+FEW_TOKENS = 16  # up to which products are computed core by core
 # 4 bits: scales that are tried, as multiples of the one that maps the largest value to -8. 8/7 maps it to -7 or 7.
 SCALES = (8 / 7, 1.0, 0.95, 0.9, 0.85, 0.8)
 
 
 @dataclass(frozen=True)
 class Storage:
-    """How cores are stored. bits: 8 or 4. group: inputs that share a scale; None: all inputs of an output.
+    """How cores are stored. bits: 8 or 4. group: inputs that share a scale; None: all inputs of an output. format: int,
+    or fp8 for e4m3, which has 8 bits and one scale for each output, and rounds the inputs of each product too.
 
     last_axis: whether groups are along the last axis of every core, as in files with tensor trains that lack the key
     `scales`.
@@ -37,12 +42,30 @@ class Storage:
     bits: int
     group: int | None = None
     last_axis: bool = False
+    format: Format = "int"
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or self.bits not in BITS:
             raise SurgeryError(f"bits must be 8 or 4 (got {self.bits!r})")
         if self.group is not None and (type(self.group) is not int or self.group not in GROUPS):
             raise SurgeryError(f"group must be one of {', '.join(map(str, GROUPS))}, or none (got {self.group!r})")
+        if self.format not in get_args(Format):
+            raise SurgeryError(
+                f"format must be one of {', '.join(get_args(Format))} (got {self.format!r})"
+                f"{suggestion(str(self.format), get_args(Format))}"
+            )
+        if self.format == "fp8" and (self.bits != 8 or self.group is not None):
+            raise SurgeryError(
+                f"format fp8 has 8 bits and one scale for each output (got {self.bits} bits, group {self.group}). Leave "
+                "out bits and group"
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of stored cores."""
+        if self.format == "fp8":
+            return torch.float8_e4m3fn
+        return torch.int8 if self.bits == 8 else torch.uint8
 
     def group_size(self, inputs: int) -> int:
         """Return the inputs that share a scale, of `inputs`. The last group has what is left."""
@@ -58,12 +81,17 @@ class Storage:
 
 
 def quantize_rows(rows_XK: Tensor, storage: Storage) -> tuple[Tensor, Tensor]:
-    """Return (integers (.., K) int8, or (.., ceil(K / 2)) uint8 with two of 4 bits in a byte; scales (.., ceil(K / g))
-    in the dtype of the rows).
+    """Return (integers (.., K) int8, or (.., ceil(K / 2)) uint8 with two of 4 bits in a byte, or e4m3 (.., K); scales
+    (.., ceil(K / g)) in the dtype of the rows).
     """
     inputs = rows_XK.shape[-1]
     blocks = _in_groups(rows_XK.float(), storage)
     extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+    if storage.format == "fp8":
+        from surgery.structures.fp8 import LARGEST, to_e4m3
+
+        scale = _rounded_scale(extreme.abs() / LARGEST, rows_XK.dtype, int(LARGEST))[..., 0]
+        return to_e4m3(rows_XK, scale).contiguous(), scale.to(rows_XK.dtype)
     if storage.bits == 8:
         scale = _rounded_scale(extreme.abs() / 127, rows_XK.dtype, 127)
         whole = _to_integers(blocks, scale, 127).flatten(-2)[..., :inputs].to(torch.int8)
@@ -83,6 +111,19 @@ def dequantize_rows(integers: Tensor, scale: Tensor, inputs: int, storage: Stora
         integers = torch.stack([integers & 15, integers >> 4], -1).flatten(-2)[..., :inputs].to(torch.int8) - 8
     rows = (_in_groups(integers.to(scale.dtype), storage) * scale[..., None]).flatten(-2)
     return rows if rows.shape[-1] == inputs else rows[..., :inputs]
+
+
+@dispatched
+def quantized_product(x_NGK: Tensor, integers_GRX: Tensor, scale_GRS: Tensor, storage: Storage) -> Tensor:
+    """Return out_NGR of G matrices (R, K) and vectors x: out[n, g] = W_g x[n, g]. integers, scale: of `quantize_rows`.
+
+    On a GPU a kernel computes it for a few vectors.
+    """
+    rows_GRK = dequantize_rows(integers_GRX, scale_GRS, x_NGK.shape[-1], storage)
+    if len(rows_GRK) == 1:
+        return F.linear(x_NGK, rows_GRK[0])
+    out_NGR: Tensor = torch.einsum("ngk,grk->ngr", x_NGK, rows_GRK)
+    return out_NGR
 
 
 def _in_groups(rows_XK: Tensor, storage: Storage) -> Tensor:
@@ -139,11 +180,17 @@ class QuantizedLinear(nn.Module):
             meta.
         storage: bits and groups.
 
-    Raises SurgeryError if values are not finite.
+    Raises SurgeryError if values are not finite, and for fp8 if the structure's product is not one of its cores with one
+    input after the other.
     """
 
     def __init__(self, linear: Any, storage: Storage):
         super().__init__()
+        if storage.format == "fp8" and not hasattr(linear, "product_by_cores"):
+            raise SurgeryError(
+                f"{linear.config} has no product in fp8: dense, low_rank, pivoted_low_rank, btt and monarch have one. "
+                "Use format int"
+            )
         self.in_features, self.out_features, self.storage = linear.in_features, linear.out_features, storage
         self.config = getattr(linear, "config", None)
         self.shapes = {name: tuple(core.shape) for name, core in linear._parameters.items() if name != "bias"}
@@ -169,14 +216,16 @@ class QuantizedLinear(nn.Module):
                 where = f"core {name!r} of {linear.config if self.config else 'the weight'}"
                 raise SurgeryError(f"{where} has values that are not finite. Use a checkpoint with finite weights")
             return quantize_rows(rows, self.storage)
-        dtype, width = (torch.int8, inputs) if self.storage.bits == 8 else (torch.uint8, -(-inputs // 2))
-        return rows.new_empty(*rows.shape[:-1], width, dtype=dtype), rows.new_empty(*rows.shape[:-1], groups)
+        width = inputs if self.storage.bits == 8 else -(-inputs // 2)
+        return rows.new_empty(*rows.shape[:-1], width, dtype=self.storage.dtype), rows.new_empty(
+            *rows.shape[:-1], groups
+        )
 
     def check_loaded(self) -> None:
         """Raise SurgeryError if loaded values are invalid: no integers, scales that are not finite, indices out of
         range.
         """
-        dtype = torch.int8 if self.storage.bits == 8 else torch.uint8
+        dtype = self.storage.dtype
         for name in self.shapes:
             integers, scale = self._buffers[name], self._buffers[f"{name}_scale"]
             assert integers is not None and scale is not None
@@ -194,9 +243,11 @@ class QuantizedLinear(nn.Module):
 
     def float_linear(self) -> Any:
         """Return the linear in floating point: the integers times their scales, the bias, and index tables."""
-        (template,) = self._template
         stored = {name: getattr(self, name) for core in self.shapes for name in (core, f"{core}_scale")}
-        cores = self.float_cores(stored)
+        return self._linear_with(self.float_cores(stored))
+
+    def _linear_with(self, cores: Mapping[str, Tensor]) -> Any:
+        (template,) = self._template
         linear = object.__new__(type(template))
         linear.__dict__.update(template.__dict__, training=self.training)
         linear.__dict__["_parameters"] = {**cores, "bias": self.bias}
@@ -215,13 +266,51 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return B x + bias (..., O) for x (..., I)."""
+        if self._takes_cores(x):
+            made: Tensor = self._linear_with({}).product_by_cores(x, self._multiply)
+            return made if self.bias is None else made + self.bias
         y: Tensor = self.float_linear()(x)
         return y
+
+    def _takes_cores(self, x: Tensor) -> bool:
+        """Return whether a call multiplies by one core after the other, without gradients: always in fp8; else on few
+        tokens, and outside of torch.compile, which fuses scales and product itself.
+        """
+        return (
+            (self.storage.format == "fp8" or not torch.compiler.is_compiling())
+            and (self.storage.format == "fp8" or 0 < x.numel() <= FEW_TOKENS * x.shape[-1])
+            and not (torch.is_grad_enabled() and x.requires_grad)
+            and hasattr(self._template[0], "product_by_cores")
+            and not self.storage.last_axis
+        )
+
+    def _multiply(self, name: str, x: Tensor, groups: int = 1) -> Tensor:
+        """Return the product of a core with x (.., groups * K), (.., groups * R). The first axes of the core are its
+        groups, each a matrix (R, K)."""
+        integers, scale = (getattr(self, at).flatten(0, -2) for at in (name, f"{name}_scale"))
+        integers_GRX, scale_GRS = (t.unflatten(0, (groups, -1)) for t in (integers, scale))
+        x_NGK = x.reshape(-1, groups, x.shape[-1] // groups)
+        if self.storage.format == "fp8":
+            from surgery.structures.fp8 import fp8_product
+
+            triples = zip(x_NGK.unbind(1), integers_GRX.unbind(0), scale_GRS[..., 0].unbind(0))
+            return torch.stack([fp8_product(*triple) for triple in triples], 1).reshape(*x.shape[:-1], -1)
+        out_NGR: Tensor = quantized_product(x_NGK, integers_GRX, scale_GRS, self.storage)
+        return out_NGR.reshape(*x.shape[:-1], -1)
 
     def dense(self) -> Tensor:
         """Return B as a dense matrix (O, I)."""
         dense: Tensor = self.float_linear().dense()
         return dense
+
+    def _apply(self, fn: Any, recurse: bool = True) -> QuantizedLinear:
+        """Apply a function to all tensors (`to`, `half`); e4m3 stays e4m3, which loses nothing: 16 bits hold it."""
+        parent: Any = super()
+        parent._apply(fn, recurse)
+        if self.storage.format == "fp8":
+            for name in self.shapes:
+                self._buffers[name] = getattr(self, name).to(self.storage.dtype)
+        return self
 
     def extra_repr(self) -> str:
         """Return the sizes, the config and the storage, for printing the module."""

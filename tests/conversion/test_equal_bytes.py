@@ -83,8 +83,13 @@ def test_tables_come_from_the_rows(measured, tmp_path, monkeypatch, capsys):
     quick = ("--turns", 1, "--steps", 1, "--only", "50%, 4", "--only=-compiled", "--json", rows)
     run(monkeypatch, quantized_times, "small", "--device", "cpu", *quick)
     timed = [json.loads(line) for line in rows.read_text().splitlines()[3:]]
-    assert [(row["bits"], row["way"]) for row in timed] == [(16, ""), (4, "kernel"), (4, "multiplied out")]
-    assert ["eager_ms" in row for row in timed] == [True, False, True] and "on a GPU" in timed[1]["note"]
+    assert [(row["bits"], row["way"]) for row in timed] == [
+        (16, ""),
+        (4, "kernel"),
+        (4, "packed"),
+        (4, "multiplied out"),
+    ]
+    assert ["eager_ms" in row for row in timed] == [True, False, True, True] and "on a GPU" in timed[1]["note"]
     before = rows.read_bytes()
     run(monkeypatch, quantized_times, "small", "--device", "cpu", "--json", rows)
     assert rows.read_bytes() == before
@@ -130,7 +135,7 @@ def test_ways_compute_the_same_integers(bits):
     linear = STRUCTURES[config](64, 96, config, bias=False).requires_grad_(False)
     stored = quantized.quantize_module(linear, quantized.make_storage(bits, 32 if bits == 4 else None))
     x = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(quantized_times.faster_linear(stored, "compiled")(x), stored(x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(quantized_times.linear_by_way(stored, "compiled")(x), stored(x), rtol=1e-5, atol=1e-6)
 
 
 def test_int4_packing_keeps_the_order_of_inputs():
@@ -151,7 +156,7 @@ def test_kernels_compute_the_same_integers(bits):
     linear = STRUCTURES[config](1408, 512, config, bias=False).requires_grad_(False).to("cuda", torch.bfloat16)
     stored = quantized.quantize_module(linear, quantized.make_storage(bits, 32 if bits == 4 else None))
     x = torch.randn(1, 1, 1408, device="cuda", dtype=torch.bfloat16)
-    exact, found = stored(x).float(), quantized_times.faster_linear(stored, "kernel")(x).float()
+    exact, found = stored(x).float(), quantized_times.linear_by_way(stored, "kernel")(x).float()
     assert (found - exact).norm() < 0.02 * exact.norm()
 
 

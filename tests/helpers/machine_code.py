@@ -2,7 +2,7 @@
 registers.
 
     python tests/helpers/machine_code.py two                  the least kernel that ptxas 12.8 compiles wrongly, by that ptxas
-    python tests/helpers/machine_code.py mixing mlr local window features    surgery's kernels, forward and backward, by the ptxas that surgery takes
+    python tests/helpers/machine_code.py mixing mlr local window features quantized delta    surgery's kernels, forward and backward, by the ptxas that surgery takes
 
 prints a line for each kernel that reads a uniform register, which may hold an operand's address, before it is written.
 Run it as a process of its own, because Triton's interpreter must be off.
@@ -238,6 +238,26 @@ def compile_features() -> None:
     out.sum().backward()
 
 
+def compile_quantized() -> None:
+    """Compile products with packed integers, for one token and for several, with and without groups."""
+    from surgery.structures.quantized import Storage, quantize_rows, quantized_product
+
+    for storage in (Storage(8), Storage(8, 32), Storage(4, 64), Storage(4, 8)):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            stored = quantize_rows(torch.randn(1, 1100, 1024).to(dtype), storage)
+            for tokens in (1, 5):
+                quantized_product(torch.randn(tokens, 1, 1024).to(dtype), *stored, storage)
+
+
+def compile_delta() -> None:
+    """Compile the gated delta rule in chunks, forward and backward."""
+    from surgery.kernels.gated_delta import gated_delta
+
+    q, k, v = (torch.randn(1, 2, *one, 70, 64, dtype=torch.bfloat16, requires_grad=True) for one in ((1,), (), ()))
+    out, _ = gated_delta(q, k, v, torch.rand(1, 2, 70), torch.zeros(1, 2, 70))
+    out.sum().backward()
+
+
 def main(names: list[str]) -> None:
     """Compile the named kernels and print a line for each with unwritten reads."""
     from surgery.core.dispatch import use_kernels
@@ -264,6 +284,8 @@ COMPILED = {
     "local": compile_local,
     "window": compile_window,
     "features": compile_features,
+    "quantized": compile_quantized,
+    "delta": compile_delta,
 }
 
 if __name__ == "__main__":

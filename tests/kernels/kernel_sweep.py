@@ -1190,6 +1190,41 @@ def _(grid: str) -> Iterator[Case]:
                    names=("low_rank_stack",), gradients=False, step=3, sample=16)  # fmt: skip
 
 
+# tokens, groups, inputs, outputs, bits, group of a scale, dtype
+QUANTIZED: dict[str, list[tuple[int, int, int, int, int, int | None, torch.dtype]]] = {
+    "full": [
+        (1, 1, 4096, 14336, 8, None, BF16), (16, 1, 4097, 11007, 8, None, BF16), (64, 1, 4096, 4096, 4, 64, BF16),
+        (7, 64, 64, 512, 8, 32, BF16), (1000, 4, 1471, 2049, 4, 32, torch.float16), (33, 1, 85, 70001, 4, 256, F32),
+    ],
+    "reduced": [(16, 1, 2049, 1023, 8, None, BF16), (33, 4, 471, 257, 4, 32, torch.float16), (3, 1, 85, 70001, 4, 64, F32)],
+    "tiny": [(5, 2, 37, 33, 8, None, F32), (3, 1, 85, 17, 4, 32, F32)],
+    "far": [(3, 1, 40, 33, 4, 8, F32)],
+}  # fmt: skip
+
+
+@cases("quantized")
+def _(grid: str) -> Iterator[Case]:
+    from surgery.structures.quantized import FEW_TOKENS, Storage, dequantize_rows, quantize_rows, quantized_product
+
+    for N, G, inputs, outs, bits, group, dtype in sizes_of(QUANTIZED, grid):
+        torch.manual_seed(N)
+        storage = Storage(bits, group)
+        integers, scale = quantize_rows(normal(G, outs, inputs, dtype=dtype) / inputs**0.5, storage)
+        weight = dequantize_rows(integers, scale, inputs, storage)
+
+        def multiplied_out(leaves: Leaves) -> list[torch.Tensor | None]:
+            return [torch.einsum("ngk,grk->ngr", leaves["x"], leaves["weight"])]
+
+        def call(leaves: Leaves, storage: Storage = storage) -> list[torch.Tensor | None]:
+            stored, parts = (leaves["integers"], leaves["scale"], storage), leaves["x"].split(FEW_TOKENS)
+            return [torch.cat([quantized_product(x, *stored) for x in parts])]  # more tokens are PyTorch's product
+
+        name = f"{N} tokens, {G} x {inputs} to {outs}, {storage.bits} bits, groups of {storage.group}"
+        shared = {"weight": weight, "integers": integers, "scale": scale}
+        yield Case(name, dtype, N, {"x": normal(N, G, inputs, dtype=dtype)}, multiplied_out, shared, call,
+                   names=("quantized_product",), gradients=False, step=7, sample=16)  # fmt: skip
+
+
 # -- running ---------------------------------------------------------------------------------------------------------
 @contextmanager
 def interpreter_settings() -> Iterator[None]:

@@ -38,8 +38,9 @@ def compile_kernels(folder, *names):
 
 def test_kernels_read_what_was_written(tmp_path):
     assert assembler.nvidia_knobs() is not None
-    found, last = compile_kernels(tmp_path, "mixing", "mlr", "local", "window", "features")
-    assert found == [] and int(last.split()[0]) >= 20
+    names = "mixing", "mlr", "local", "window", "features", "quantized", "delta"
+    found, last = compile_kernels(tmp_path, *names)
+    assert found == [] and int(last.split()[0]) >= 40
 
 
 def test_what_ptxas_does_wrong_is_seen(tmp_path):

@@ -36,8 +36,8 @@ READ = {
 COPYLEFT = {"fuzzywuzzy", "dominate", "chardet"}
 # NVIDIA's libraries, which torch brings on Linux (SECURITY.md says so).
 CUDA = ("nvidia-", "cuda-")
-# Timed beside ours where a person has them; `bench` says so where not.
-PEERS = {"fla"}
+# Timed beside ours, or taken in their place, where a person has them (the extra gpu-fast).
+PEERS = {"fla", "flashinfer"}
 
 
 def declared_requirements(table: str) -> list[Requirement]:

@@ -27,7 +27,7 @@ BEGIN, END = "<!-- bytes -->\n", "<!-- /bytes -->\n"
 SHAPES = {"27m": "27M decoder", "1b": "1B"}
 SHAPE_OF = {"pycode-27m": "27m"}  # shape with the sizes of a model
 TITLES = {"pycode-27m": "27M decoder", "pycode-qwen3": "`models/pycode-qwen3` (18M)"}
-WAYS = ("", "fused", "multiplied out", "compiled", "kernel", "torchao", "torchao compiled")  # "": 16 bits
+WAYS = ("", "fused", "packed", "multiplied out", "compiled", "kernel", "torchao", "torchao compiled")  # "": 16 bits
 MAX_ERROR = 0.05  # relative; a way that differs more is not computing the same integers
 Row = dict[str, Any]
 
@@ -136,7 +136,7 @@ def times_table(shape: str, times: list[Row]) -> str:
         by_way = {row["way"]: row for row in find_times(times, shape, keep, bits)}
         name = "dense" if keep == 1 else f"low rank, {keep:.0%}"
         cells = [time_cell(by_way[way], base) if way in by_way else "" for way in ways]
-        stored = by_way.get("", by_way.get("multiplied out"))
+        stored = next((by_way[way] for way in ("", "packed", "multiplied out") if way in by_way), None)
         lines.append([name, str(bits), *cells, time_cell(stored, base, "eager_ms") if stored else ""])
     return table(lines)
 

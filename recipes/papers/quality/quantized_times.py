@@ -5,9 +5,10 @@ python -m recipes.papers.quality.quantized_times 1b 27m --json ROWS.jsonl [--onl
 
 A step decodes one token of one sequence behind --context tokens, greedily. All models of a shape are measured in one
 process, in turns: `graph` is a CUDA graph of the whole step over preallocated keys and values, `eager` transformers'
-forward, one operation at a time. Linears in integers are computed in four ways:
+forward, one operation at a time. Linears in integers are computed in five ways:
 
-    multiplied out   as `surgery quantize` stores and computes them: integers times scales, then the product of the structure
+    packed           as `surgery quantize` stores and computes them: on a GPU by kernels/quantized, integers unpacked inside the product
+    multiplied out   the same integers: integers times scales, then the product of the structure, as of many tokens
     compiled         the same integers; product and scales of each linear compiled by torch.compile into kernels for one token
     kernel           the same integers in torch's own kernels: aten::_weight_int4pack_mm and _weight_int8pack_mm, one call for each core
     torchao          dense linears only, by torchao's quantize_: Int4WeightOnlyConfig (tile_packed_to_4d), Int8WeightOnlyConfig; the latter
@@ -80,6 +81,7 @@ VARIANTS = (
     *(Variant(keep, 16, "") for keep in (1.0, 0.75, 0.5)),
     *(Variant(keep, 16, "fused") for keep in (0.75, 0.5)),
     *(Variant(*stored, "kernel") for stored in STORED),
+    *(Variant(*stored, "packed") for stored in STORED),
     *(Variant(*stored, "multiplied out") for stored in STORED),
     *(Variant(1.0, bits, "torchao") for bits in (8, 4)),
     *(Variant(*stored, "compiled") for stored in STORED),
@@ -163,8 +165,25 @@ class Int8Product(nn.Module):
         return y.view(*x.shape[:-1], -1)
 
 
-def faster_linear(linear: QuantizedLinear, way: str) -> nn.Module:
-    """Return a linear of the same integers that computes them by `way`: "kernel" or "compiled"."""
+class MultipliedOut(nn.Module):
+    """A linear of integers that multiplies them by their scales at every call."""
+
+    def __init__(self, linear: QuantizedLinear):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return B x + bias (.., O) for x (.., I)."""
+        y: Tensor = self.linear.float_linear()(x)
+        return y
+
+
+def linear_by_way(linear: QuantizedLinear, way: str) -> nn.Module:
+    """Return a linear of the same integers that computes them by `way`; see the module."""
+    if way == "packed":
+        return linear
+    if way == "multiplied out":
+        return MultipliedOut(linear)
     storage, cores = linear.storage, cores_of(linear)
     if way == "kernel":
         if not cores[0].integers.is_cuda:
@@ -197,10 +216,10 @@ def store(model: Any, variant: Variant, group: int) -> float | None:
     for path, linear in linears:
         stored = quantize_module(linear, storage)
         assert isinstance(stored, QuantizedLinear)
-        made = stored if variant.way == "multiplied out" else faster_linear(stored, variant.way)
-        if made is not stored and path.startswith("0."):
+        made = linear_by_way(stored, variant.way)
+        if path.startswith("0."):
             x = torch.randn(1, 1, stored.in_features, device=linear_device(stored), dtype=model.dtype)
-            exact, found = stored(x).float(), made(x).float()
+            exact, found = stored.float_linear()(x).float(), made(x).float()
             worst = max(worst, float((found - exact).norm() / exact.norm()))
         layers.set_submodule(path, made)
     return worst if variant.way != "multiplied out" else None
@@ -298,7 +317,7 @@ def measure_shape(shape: str, variants: list[Variant], arguments: argparse.Names
             continue
         try:
             model, error = make_variant(shape, variant, arguments.group, device)
-            row |= {"bytes": linear_bytes(model)} if variant.way in ("", "multiplied out") else {}
+            row |= {"bytes": linear_bytes(model)} if variant.way in ("", "packed", "multiplied out") else {}
             row |= {} if error is None else {"error": float(f"{error:.2g}")}
             timed[variant] = TimedSteps(model, context)
         except (RuntimeError, NotImplementedError, SurgeryError, AttributeError, ValueError, AssertionError) as failure:
