@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from surgery.core.dispatch import PACKAGE_CHOICES as PACKAGES
-from surgery.core.dispatch import kernel_choice
+from surgery.core.dispatch import chooses_by_time, kernel_choice
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.kernels.packages.adapters import PackageKernel
 from surgery.kernels.packages.heads_last import (
@@ -156,7 +156,7 @@ def allowed_packages() -> tuple[str, ...]:
 def candidates(kernels: tuple[PackageKernel, ...], x: Tensor) -> list[PackageKernel]:
     """Return the kernels that may run calls on x's device: installed and allowed."""
     choice = kernel_choice()
-    if choice == "kernel" or not runs_on(x):
+    if choice == "kernel" or not runs_on(x) or (choice not in PACKAGES and not chooses_by_time()):
         return []
     names = (choice,) if choice in PACKAGES else allowed_packages()
     return [kernel for kernel in kernels if kernel.package in names and is_installed(kernel.module.partition(".")[0])]

@@ -39,6 +39,7 @@ from surgery.conversion.trial import choose_budgets
 from surgery.conversion.tune import TrainedLayer, trained_parameters
 from surgery.conversion.tune_model import ModelTuning, resident_bytes
 from surgery.core.device import choose_device, fast_float32_matmul, return_freed_memory, trim_memory
+from surgery.core.dispatch import without_timed_choices
 from surgery.core.distributed import DistContext, init_distributed, local_device
 from surgery.core.files import REPORT_NAME, explain_disk_errors
 from surgery.core.journal import Journal
@@ -160,7 +161,11 @@ class Conversion:
             self.on_plan(plan)
         device = choose_device(self.device)
         layer_params = model.most_parameters(plan.layout.layers)
-        with sink.open(model, plan, samples) as journal, fast_float32_matmul(device, layer_params):
+        with (
+            sink.open(model, plan, samples) as journal,
+            fast_float32_matmul(device, layer_params),
+            without_timed_choices(),
+        ):
             self.journal = journal
             if plan.removal is not None:  # first, the model with all layers and experts is measured
                 plan = replace(plan, layout=plan.removal.layout)

@@ -39,6 +39,7 @@ from surgery.conversion.score import HeldOutScore
 from surgery.conversion.sources import FolderSource
 from surgery.conversion.stock_layer import LayerSamples, initialize_layer
 from surgery.core.device import choose_device, device_name, fast_float32_matmul, peak_rss
+from surgery.core.dispatch import without_timed_choices
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME, write_json
@@ -80,7 +81,7 @@ def convert_to_stock(
     assert inputs is not None
     data = CalibrationSet.from_inputs(inputs.tensors, recipe.holdout)
     layer_params = sum(t.numel for name, t in opened.tensors.items() if name.startswith("model.layers.0."))
-    with fast_float32_matmul(choose_device(device), layer_params):
+    with fast_float32_matmul(choose_device(device), layer_params), without_timed_choices():
         conversion = _StockConversion(
             opened, plan, recipe, data, choose_device(device), progress=progress, loader=source
         )

@@ -45,6 +45,7 @@ COMPILED = "no kernel takes the tensors of the compiled call"
 PACKAGE = "surgery.kernels"
 VARIABLE = "SURGERY_KERNELS"  # environment variable: the choice outside of `use_kernels`
 _choice: Any = os.environ.get(VARIABLE, "measured")
+_packages_allowed = True
 _recorded_names: set[str] | None = None
 _references: _References | None = None
 _previewed: dict[str, str | None] | None = None
@@ -229,6 +230,26 @@ def use_kernels(choice: KernelChoice) -> Iterator[None]:
 def kernel_choice() -> str:
     """Return the choice of the active `use_kernels` or of SURGERY_KERNELS."""
     return str(_choice)
+
+
+@contextmanager
+def without_timed_choices() -> Iterator[None]:
+    """Let no other package's kernel be chosen by its time while the context is active.
+
+    For conversions, whose bytes a seed fixes: times differ from run to run, and each kernel rounds in its own way. A
+    package that `use_kernels` or SURGERY_KERNELS names still runs.
+    """
+    global _packages_allowed
+    before, _packages_allowed = _packages_allowed, False
+    try:
+        yield
+    finally:
+        _packages_allowed = before
+
+
+def chooses_by_time() -> bool:
+    """Return whether kernels may be chosen by times taken in this process."""
+    return _packages_allowed
 
 
 @contextmanager

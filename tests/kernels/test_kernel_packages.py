@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from helpers.kernel_rows import patch_bfloat16_products
 
-from surgery.core.dispatch import use_kernels
+from surgery.core.dispatch import use_kernels, without_timed_choices
 from surgery.core.errors import SurgeryError
 from surgery.kernels.gated_delta import GATED_DELTA_OP, gated_delta
 from surgery.kernels.packages import contest
@@ -286,6 +286,14 @@ def test_names_of_packages_restrict_and_force_the_choice(clock, install, monkeyp
     contest.clear()
     gated_delta(*short)
     assert results() == []
+    monkeypatch.delenv(contest.VARIABLE)
+    contest.clear()
+    with without_timed_choices():  # as in a conversion
+        gated_delta(*short)
+        assert results() == []
+        with use_kernels("fla"):
+            gated_delta(*short)
+    assert results()[-1].chosen == "fla"
     monkeypatch.setenv(contest.VARIABLE, "flash-qla, fal")
     contest.clear()
     with pytest.raises(SurgeryError, match=r"SURGERY_KERNEL_PACKAGES='flash-qla, fal' names 'fal', which is not one"):
