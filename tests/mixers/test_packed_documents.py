@@ -61,6 +61,7 @@ CONFIGS = {
     "window": {"mixer": "window", "window": 6, "sinks": 2},
     "global window": {"mixer": "global_window", "ranks": [4, 4], "window": 6},
     "bilinear btt": {"mixer": "bilinear_btt"},
+    "bilinear mlbtc": {"mixer": "bilinear_mlbtc"},
     "bilinear mlr": {"mixer": "bilinear_mlr", "ranks": [8, 4, 2]},
     "bilinear btt qk": {"mixer": "bilinear_btt", "base": "own", "norm": "qk"},
     "exact": {"mixer": "test-exact"},

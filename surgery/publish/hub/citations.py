@@ -94,6 +94,7 @@ PAPERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "mixer": {
         "bilinear_btt": (KUANG,),
+        "bilinear_mlbtc": (KUANG,),
         "bilinear_mlr": (KUANG,),
         "head_hybrid": (TAN,),
         "linear": (KATHAROPOULOS,),
