@@ -57,7 +57,7 @@ class BandedMask(DistanceMask):
         width, dilation = self.config.width, self.config.dilation
         return (distance >= 0) & (distance < width * dilation) & (distance % dilation == 0)
 
-    def _kernel_scores(self, rows: MaskInputs, k_BGSF: Tensor, v_BGSV: Tensor, signals: Signals) -> Tensor:
+    def kernel_output(self, rows: MaskInputs, k_BGSF: Tensor, v_BGSV: Tensor, signals: Signals) -> Tensor:
         """Return out_BGJTV for kernel scores, in time T width."""
         size, length, stride = v_BGSV.shape[2], rows.v_BGTV.shape[2], self.config.dilation
         chunk = min(self.config.width, -(-size // stride))

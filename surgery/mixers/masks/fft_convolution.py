@@ -80,7 +80,7 @@ class DistanceMask(Mask):
         if rows.beta_BGT is None:
             history = self._history(rows, state)
             k_BGSF, v_BGSV = (torch.cat(pair, 2) for pair in zip(history, (rows.k_BGTF, rows.v_BGTV)))
-            out = self._kernel_scores(rows, k_BGSF, v_BGSV, signals)
+            out = self.kernel_output(rows, k_BGSF, v_BGSV, signals)
         else:
             out, k_BGSF, v_BGSV = self._quadratic(rows, state, signals, chunk)
         return out, None if state is None else self._next_state(rows, state, k_BGSF, v_BGSV) | signals
@@ -145,7 +145,7 @@ class DistanceMask(Mask):
             signals[name] = index_rowwise(all_tokens, index_Bn)
         return signals
 
-    def _kernel_scores(self, rows: MaskInputs, k_BGSF: Tensor, v_BGSV: Tensor, signals: Signals) -> Tensor:
+    def kernel_output(self, rows: MaskInputs, k_BGSF: Tensor, v_BGSV: Tensor, signals: Signals) -> Tensor:
         """Return out_BGJTV for kernel scores, by FFT."""
         size, length = v_BGSV.shape[2], rows.v_BGTV.shape[2]
         h_BGJS = self.distances(size, signals)
