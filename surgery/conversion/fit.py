@@ -15,6 +15,7 @@ from torch import Tensor
 
 from surgery.calibration.moments import HeldOutError, InputMoments
 from surgery.core.errors import NumericalError, SurgeryError, naming
+from surgery.core.repeats import repeated
 from surgery.planning.plan import fit_config_to_budget
 from surgery.planning.targets import LinearTarget
 from surgery.structures import STRUCTURES, Metric, StructureConfig, StructuredLinear, linalg
@@ -236,16 +237,18 @@ def _sweep(start: Candidate, metric: Metric, scorer: CandidateScorer, sweeps: in
     """Return the candidate after up to `sweeps` sweeps, or unchanged if they do not lower its loss.
 
     The held-out error is measured after the last sweep, and also after the first: the first sweep gains most, so if it
-    overfits already, more sweeps would only overfit more.
+    overfits already, more sweeps would only overfit more. On the meta device the second sweep stands for all later ones.
     """
     if isinstance(start.b, Tensor):
         return start
     best, linear, previous = start, copy.deepcopy(start.b), float("inf")
-    for done in range(1, sweeps + 1):
-        error_now = linear.sweep(start.target_OI, metric)
+    tried = min(sweeps, 2) if start.target_OI.is_meta else sweeps
+    for done in range(1, tried + 1):
+        with repeated(sweeps - 1 if done == 2 and tried < sweeps else 1):
+            error_now = linear.sweep(start.target_OI, metric)
         if error_now is None:
             break
-        is_last = done == sweeps or error_now > previous * (1 - MIN_SWEEP_GAIN)
+        is_last = done == tried or error_now > previous * (1 - MIN_SWEEP_GAIN)
         if is_last or (done == 1 and isinstance(scorer, HeldOutError)):
             loss, error = _evaluate(linear, start.target_OI, scorer)
             if loss >= best.loss:

@@ -34,7 +34,9 @@ B batch, T tokens, H = G J heads, K key dim, D features, F score dims of a head.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -404,6 +406,71 @@ class Bilinear(Mixer):
             for name, size in cls.factor_shapes(config, shape).items()
             if name.startswith("left")
         )
+
+
+def block_features(x_BTD: Tensor, factor_HPMR: Tensor) -> Tensor:
+    """Return the features (B, H, T, P R) of x under P blocks along the diagonal."""
+    parts_BTPM = x_BTD.unflatten(-1, (factor_HPMR.shape[1], -1))
+    return torch.einsum("btpm,hpmr->bhtpr", parts_BTPM, factor_HPMR.to(x_BTD.dtype)).flatten(-2)
+
+
+def block_product(features_BGJTF: Tensor, right_GPMR: Tensor) -> Tensor:
+    """Return x^T M (B, G, J, T, D) from the left features of x, for M with P blocks along the diagonal."""
+    _, blocks, _, rank = right_GPMR.shape
+    parts = features_BGJTF.unflatten(-1, (blocks, rank))
+    return torch.einsum("bgjtpr,gpmr->bgjtpm", parts, right_GPMR.to(parts.dtype)).flatten(-2)
+
+
+def grid_left_features(rows_BTba: Tensor, left_Hbcas: Tensor) -> Tensor:
+    """Return the features (B, H, T, b c s) of x, given as b parts, under the left factors of a grid of blocks."""
+    return torch.einsum("btxa,hxyas->bhtxys", rows_BTba, left_Hbcas.to(rows_BTba.dtype)).flatten(-3)
+
+
+def grid_right_features(x_BTD: Tensor, right_Gbcds: Tensor) -> Tensor:
+    """Return the features (B, G, T, b c s) of x under the right factors of a grid of blocks."""
+    parts_BTcd = x_BTD.unflatten(-1, (right_Gbcds.shape[2], -1))
+    return torch.einsum("btyd,gxyds->bgtxys", parts_BTcd, right_Gbcds.to(x_BTD.dtype)).flatten(-3)
+
+
+def grid_product(features_BGJTF: Tensor, right_Gbcds: Tensor) -> Tensor:
+    """Return x^T M (B, G, J, T, D) from the left features of x, for M with a grid of blocks."""
+    _, b, c, _, rank = right_Gbcds.shape
+    parts = features_BGJTF.unflatten(-1, (b, c, rank))
+    return torch.einsum("bgjtxys,gxyds->bgjtyd", parts, right_Gbcds.to(parts.dtype)).flatten(-2)
+
+
+def factor_blocks(left: Tensor, right: Tensor) -> Iterator[tuple[tuple[int, ...], slice, slice]]:
+    """Yield (index of a block in its factors, its rows of M, its columns of M) of blocks along the diagonal, whose
+    factors have 4 axes, or of a grid, whose factors have 5.
+    """
+    rows, columns = left.shape[-2], right.shape[-2]
+    for index in itertools.product(*map(range, left.shape[1:-2])):
+        x, y = index[0], index[-1]
+        yield index, slice(x * rows, (x + 1) * rows), slice(y * columns, (y + 1) * columns)
+
+
+@torch.no_grad()
+def fit_levels(
+    levels: Sequence[tuple[Tensor, Tensor]], target_HDD: Tensor, a_DD: Tensor, c_DD: Tensor, dims: int
+) -> None:
+    """Set (left, right) factors of each level, in place: four rounds over the levels, each fitted to the residual of the
+    others; a single level is fitted once.
+
+    dims: by which the score is divided.
+    """
+    residual, parts = target_HDD.clone(), [torch.zeros_like(target_HDD) for _ in levels]
+    for _ in range(4 if len(levels) > 1 else 1):
+        for i, (left, right) in enumerate(levels):
+            residual += parts[i]
+            per_group = len(left) // len(right)
+            for g, (index, rows, columns) in itertools.product(range(len(right)), factor_blocks(left, right)):
+                heads = slice(g * per_group, (g + 1) * per_group)
+                target_JAD, rank = residual[heads, rows, columns], left.shape[-1]
+                new_left, new_right = best_factors(target_JAD, a_DD[rows, rows], c_DD[columns, columns], rank)
+                at_left, at_right = (heads, *index), (g, *index)
+                left[at_left], right[at_right] = (new_left * dims).to(left.dtype), new_right.to(right.dtype)
+                parts[i][heads, rows, columns] = new_left @ new_right.mT
+            residual -= parts[i]
 
 
 def best_factors(block_JAD: Tensor, a_AA: Tensor, c_DD: Tensor, rank: int) -> tuple[Tensor, Tensor]:

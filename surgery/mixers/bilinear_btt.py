@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -12,7 +11,17 @@ from torch import Tensor
 
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import MIXERS, AttentionShape
-from surgery.mixers.bilinear import SCALE, Bilinear, BilinearConfig, FactorMuP, best_factors, check_choices
+from surgery.mixers.bilinear import (
+    SCALE,
+    Bilinear,
+    BilinearConfig,
+    FactorMuP,
+    check_choices,
+    fit_levels,
+    grid_left_features,
+    grid_product,
+    grid_right_features,
+)
 from surgery.mixers.common.softmax import group_heads
 from surgery.structures.base import MuP
 from surgery.structures.btt import sqrt_blocks
@@ -94,20 +103,15 @@ class BilinearBTTAttention(Bilinear):
 
     def features(self, x_BTD: Tensor, side: str) -> Tensor:
         """Return the features of x (B, H or G, T, F). side: "left" for queries, "right" for keys."""
-        b, c = self.grid(self.config, self.shape)
         if side == "right":
-            right = self.right.to(x_BTD.dtype)
-            return torch.einsum("btyd,gxyds->bgtxys", x_BTD.unflatten(-1, (c, -1)), right).flatten(-3)
-        left = self.left.to(x_BTD.dtype)
+            return grid_right_features(x_BTD, self.right)
+        b, _ = self.grid(self.config, self.shape)
         rows = x_BTD.unflatten(-1, (-1, b)).mT if self.config.norm == "qk" else x_BTD.unflatten(-1, (b, -1))
-        return torch.einsum("btxa,hxyas->bhtxys", rows, left).flatten(-3)
+        return grid_left_features(rows, self.left)
 
     def product(self, features_BHTF: Tensor) -> Tensor:
         """Return x^T M (B, H, T, D) from the left features of x."""
-        b, c = self.grid(self.config, self.shape)
-        parts = group_heads(features_BHTF, self.shape.groups).unflatten(-1, (b, c, self.config.rank))
-        right = self.right.to(parts.dtype)
-        return torch.einsum("bgjtxys,gxyds->bgjtyd", parts, right).flatten(-2).flatten(1, 2)
+        return grid_product(group_heads(features_BHTF, self.shape.groups), self.right).flatten(1, 2)
 
     def qk_queries(self, x_BTD: Tensor) -> Tensor:
         """Return the queries M^T (gain LN(x)) C / D, (B, H, T, D), with gain LN(x) centred.
@@ -143,10 +147,4 @@ class BilinearBTTAttention(Bilinear):
     @torch.no_grad()
     def fit_blocks(self, target_HDD: Tensor, a_DD: Tensor, c_DD: Tensor) -> None:
         """Set the factors, in place, by truncated SVDs of the whitened blocks of the target."""
-        heads, dims = self.shape.heads // self.shape.groups, self.dims(self.config, self.shape)
-        _, b, c, a, rank = self.left.shape
-        d = self.shape.dim // c
-        for g, x, y in itertools.product(range(self.shape.groups), range(b), range(c)):
-            rows, columns, group = slice(x * a, x * a + a), slice(y * d, y * d + d), slice(g * heads, g * heads + heads)
-            left, right = best_factors(target_HDD[group, rows, columns], a_DD[rows, rows], c_DD[columns, columns], rank)
-            self.left[group, x, y], self.right[g, x, y] = (left * dims).to(self.left.dtype), right.to(self.right.dtype)
+        fit_levels([(self.left, self.right)], target_HDD, a_DD, c_DD, self.dims(self.config, self.shape))

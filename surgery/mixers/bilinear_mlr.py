@@ -6,7 +6,6 @@ See bilinear.py.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -16,7 +15,16 @@ from torch import Tensor
 
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import MIXERS, AttentionShape
-from surgery.mixers.bilinear import SCALE, Bilinear, BilinearConfig, FactorMuP, best_factors, check_choices
+from surgery.mixers.bilinear import (
+    SCALE,
+    Bilinear,
+    BilinearConfig,
+    FactorMuP,
+    block_features,
+    block_product,
+    check_choices,
+    fit_levels,
+)
 from surgery.mixers.common.softmax import group_heads
 from surgery.structures.base import MuP
 
@@ -104,21 +112,16 @@ class BilinearMLRAttention(Bilinear):
 
     def features(self, x_BTD: Tensor, side: str) -> Tensor:
         """Return the features of x (B, H or G, T, F). side: "left" for queries, "right" for keys."""
-        parts = []
-        for level, p, _ in self.levels(self.config):
-            factor = getattr(self, f"{side}{level}").to(x_BTD.dtype)
-            level_features = torch.einsum("btpm,hpmr->bhtpr", x_BTD.unflatten(-1, (p, -1)), factor).flatten(-2)
-            parts.append(level_features)
+        parts = [block_features(x_BTD, getattr(self, f"{side}{level}")) for level, _, _ in self.levels(self.config)]
         return torch.cat(parts, -1)
 
     def product(self, features_BHTF: Tensor) -> Tensor:
         """Return x^T M (B, H, T, D) from the left features of x."""
         levels = self.levels(self.config)
         total = torch.zeros((), dtype=features_BHTF.dtype, device=features_BHTF.device)
-        for level_features, (level, p, rank) in zip(features_BHTF.split([p * r for _, p, r in levels], -1), levels):
-            right_GPMR = getattr(self, f"right{level}").to(level_features.dtype)
-            grouped_part = group_heads(level_features, self.shape.groups).unflatten(-1, (p, rank))
-            total = total + torch.einsum("bgjtpr,gpmr->bgjtpm", grouped_part, right_GPMR).flatten(-2)
+        for level_features, (level, _, _) in zip(features_BHTF.split([p * r for _, p, r in levels], -1), levels):
+            grouped_part = group_heads(level_features, self.shape.groups)
+            total = total + block_product(grouped_part, getattr(self, f"right{level}"))
         return total.flatten(1, 2)
 
     def qk_queries(self, x_BTD: Tensor) -> Tensor:
@@ -144,16 +147,7 @@ class BilinearMLRAttention(Bilinear):
     @torch.no_grad()
     def fit_blocks(self, target_HDD: Tensor, a_DD: Tensor, c_DD: Tensor) -> None:
         """Set the factors, in place: four rounds over the levels, each fitted to the residual of the others."""
-        levels, dims = self.levels(self.config), self.dims(self.config, self.shape)
-        residual, parts = target_HDD.clone(), [torch.zeros_like(target_HDD) for _ in levels]
-        for _ in range(4 if len(levels) > 1 else 1):
-            for i, (level, p, rank) in enumerate(levels):
-                residual += parts[i]
-                left, right = (getattr(self, f"{side}{level}") for side in ("left", "right"))
-                for g, k in itertools.product(range(self.shape.groups), range(p)):
-                    at = slice(k * left.shape[2], (k + 1) * left.shape[2])
-                    heads = slice(g * len(left) // len(right), (g + 1) * len(left) // len(right))
-                    new_left, new_right = best_factors(residual[heads, at, at], a_DD[at, at], c_DD[at, at], rank)
-                    left[heads, k], right[g, k] = (new_left * dims).to(left.dtype), new_right.to(right.dtype)
-                    parts[i][heads, at, at] = new_left @ new_right.mT
-                residual -= parts[i]
+        levels = [
+            (getattr(self, f"left{level}"), getattr(self, f"right{level}")) for level, _, _ in self.levels(self.config)
+        ]
+        fit_levels(levels, target_HDD, a_DD, c_DD, self.dims(self.config, self.shape))

@@ -15,9 +15,9 @@ from surgery.mixers.features.base import FEATURES
 from surgery.mixers.masks.base import MASKS
 from surgery.mixers.renamed import accept_old_options
 
-SIGNED_MASKS = ("toeplitz", "fourier")  # masks whose entries may be negative
+SIGNED_MASKS = ("toeplitz", "input_toeplitz", "fourier")  # masks whose entries may be negative
 TWO_FORMS = ("window", "both")  # values of rope with which the branches read different forms of q and k
-BIDIRECTIONAL_MASKS = ("blocks", "toeplitz_blocks")  # masks that are bidirectional themselves
+BIDIRECTIONAL_MASKS = ("blocks", "toeplitz_blocks", "block_diagonal")  # masks that are bidirectional themselves
 
 
 @accept_old_options

@@ -537,5 +537,7 @@ def mixer_notes(config: Any) -> list[str]:
         where = "training, prefill and decoding run" if mask.strong else "decoding steps run"
         return [f"no fused kernel computes log-linear attention with {' and '.join(words)}: {where} in plain torch"]
     if mask is not None and not MASKS[mask].has_bounded_state:
-        return [f"a {mask.name} mask has no bounded state: each step keeps and reads all tokens so far"]
+        reach = MASKS[mask].reach(mask)
+        tokens = "all tokens so far" if reach is None else f"the last {reach} tokens"
+        return [f"a {mask.name} mask has no state besides keys and values: each step keeps and reads {tokens}"]
     return []

@@ -580,6 +580,7 @@ SPECS: list[dict] = [
     {"mixer": "window", "window": 4, "sinks": 2},
     {"mixer": "global_window", "ranks": [4, 4], "window": 6},
     {"mixer": "bilinear_btt"},
+    {"mixer": "bilinear_mlbtc", "levels": [1, "sqrt"], "ranks": [2, 1]},
     {"mixer": "bilinear_mlr", "ranks": [8, 4, 2]},
     {"mixer": "bilinear_btt", "norm": "qk"},
     {"mixer": "linear"},

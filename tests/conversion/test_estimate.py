@@ -73,6 +73,17 @@ def test_sweeps_and_tokens_add_work(config):
     assert count_projection(target, "cpu")[0].roots > 0
 
 
+def test_the_second_sweep_stands_for_the_later_ones():
+    """Work of the fit is linear in the number of sweeps from the second one on."""
+    task = FitTask(bare_target(LinearTarget(INFO, 64, 0.5, (BTT((4, 8)),))), True, False)
+    two, three, six = (
+        count_stage(StageTask((task,), "cpu", 256, 64, 64, 1, 0, True, sweeps, 0.01, 0)) for sweeps in (2, 3, 6)
+    )
+    step = three.fits[0].minus(two.fits[0])
+    assert step.products > 0 and six.peak == three.peak == two.peak
+    assert astuple(six.fits[0]) == pytest.approx(astuple(two.fits[0] + step.times(4)), rel=1e-12)
+
+
 @pytest.mark.parametrize("full_gram", [True, False])
 def test_two_steps_of_a_sweep_stand_for_its_loop_over_column_blocks(full_gram, monkeypatch):
     from surgery.conversion.estimation import fits
@@ -80,9 +91,9 @@ def test_two_steps_of_a_sweep_stand_for_its_loop_over_column_blocks(full_gram, m
 
     task = FitTask(bare_target(LinearTarget(INFO, 64, 0.5, (BTT((4, 8)),))), full_gram, False)
     stage, steps = StageTask((task,), "cpu", 256, 64, 64, 1, 0, True, 2, 0.01, 0), []
-    sampled = fits._count_stage.__wrapped__(stage)
+    sampled = fits.count_stage.__wrapped__(stage)
     monkeypatch.setattr(btt, "sampled_steps", lambda count, is_meta: steps.append(count) or range(count))
-    whole = fits._count_stage.__wrapped__(stage)
+    whole = fits.count_stage.__wrapped__(stage)
     assert 8 in steps and whole.peak == sampled.peak
     assert astuple(sampled.fits[0]) == pytest.approx(astuple(whole.fits[0]), rel=1e-12)
 

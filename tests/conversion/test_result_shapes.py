@@ -92,7 +92,7 @@ def test_a_rule_gives_what_torch_gives(call):
 
 
 def test_estimates_do_not_depend_on_the_rules(monkeypatch):
-    counts = (fits._count_stage, fits.count_rank_errors, fits.count_quick_fits, fits.count_projection)
+    counts = (fits.count_stage, fits.count_rank_errors, fits.count_quick_fits, fits.count_projection)
     estimates = []
     for _ in range(2):
         for count in counts:

@@ -15,6 +15,7 @@ from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, AttentionShape, MixerInputs, mixer_config
 from surgery.mixers.bilinear import fit_bilinear
 from surgery.mixers.bilinear_btt import BilinearBTT
+from surgery.mixers.bilinear_mlbtc import BilinearMLBTC
 from surgery.mixers.bilinear_mlr import BilinearMLR
 from surgery.mixers.common import softmax as engine
 from surgery.mixers.common.kv_layout import KVLayout
@@ -28,6 +29,9 @@ CONFIGS = {
     "mlr own": BilinearMLR((5, 2), base="own", contraction="split"),
     "mlr norm": BilinearMLR((8, 3, 2), norm="layer"),
     "mlr own norm": BilinearMLR((4, 2), base="own", norm="layer"),
+    "mlbtc": BilinearMLBTC((2, "sqrt", 3), (2, 1, 1)),
+    "mlbtc on queries": BilinearMLBTC((1, (4, 3)), (2, 1), contraction="query"),
+    "mlbtc own": BilinearMLBTC(((4, 6), 2, 1), (1, 2, 3), base="own", contraction="split"),
     "btt": BilinearBTT(),
     "btt split": BilinearBTT((4, 3), 2, contraction="split"),
     "btt own": BilinearBTT((4, 6), 2, base="own"),
@@ -248,7 +252,9 @@ def test_pieces_and_steps_are_the_whole(config, valid, monkeypatch):
     assert mixer.cost(config, SHAPE, 23).params == sum(p.numel() for p in mixer.parameters())
 
 
-@pytest.mark.parametrize("config", [BilinearMLR((8, 3, 2, 1)), BilinearBTT((4, 3), 2)], ids=["mlr", "btt"])
+@pytest.mark.parametrize(
+    "config", [BilinearMLR((8, 3, 2, 1)), BilinearBTT((4, 3), 2), BilinearMLBTC((2, (4, 3)), (2, 1))], ids=str
+)
 def test_both_orders_of_contraction_agree(config):
     split, query = (make_mixer(replace(config, contraction=order)) for order in ("split", "query"))
     inputs = random_inputs()
@@ -344,7 +350,9 @@ def test_beside_rope_the_start_is_exact_and_learns(config):
     assert relative_error(mixer.mix(inputs)[0], before) > 1e-6
 
 
-@pytest.mark.parametrize("config", [BilinearMLR((8, 3, 2)), BilinearBTT(rank=2)], ids=["mlr", "btt"])
+@pytest.mark.parametrize(
+    "config", [BilinearMLR((8, 3, 2)), BilinearBTT(rank=2), BilinearMLBTC((4, "sqrt"), (3, 2))], ids=str
+)
 def test_factors_start_at_mup_s_scale(config):
     shape = replace(SHAPE, dim=384, heads=8, groups=8)
     mixer = MIXERS[config](config, shape)
@@ -513,7 +521,9 @@ def attention_of(weight_q, weight_k, bias_q, x_BTD, inputs):
 
 
 @pytest.mark.parametrize(
-    "config", [BilinearMLR((8,), base="own"), BilinearBTT((1, 1), 8, base="own")], ids=["mlr", "btt"]
+    "config",
+    [BilinearMLR((8,), base="own"), BilinearBTT((1, 1), 8, base="own"), BilinearMLBTC((1, 4), (8, 1), base="own")],
+    ids=str,
 )
 def test_enough_rank_is_exact(config):
     weight_q, weight_k, bias_q, x_ND = pretrained_weights()
@@ -521,7 +531,7 @@ def test_enough_rank_is_exact(config):
     left = fit_bilinear(mixer, weight_q, weight_k, x_ND.mT @ x_ND / 400, x_ND.mean(0), bias_q)
     inputs = random_inputs(3, shape=STILL)
     x_BTD = x_ND[:69].view(3, 23, 24) / 8
-    if config.name == "bilinear_btt":  # J = 2 heads share right factors of rank 8 = K: exact too
+    if config.name != "bilinear_mlr":  # J = 2 heads share right factors of rank 8 = K: exact too
         assert left < 1e-12
     assert (
         relative_error(
@@ -537,6 +547,7 @@ def test_enough_rank_is_exact(config):
         (BilinearMLR((3,), base="own"), BilinearMLR((3, 2), base="own")),
         (BilinearMLR((3, 1), base="own"), BilinearMLR((5, 1), base="own")),
         (BilinearBTT((4, 4), 1, base="own"), BilinearBTT((4, 4), 2, base="own")),
+        (BilinearMLBTC((1, 2), (3, 1), base="own"), BilinearMLBTC((1, 2, (4, 4)), (3, 1, 1), base="own")),
     ],
 )
 def test_more_structure_never_fits_worse_and_descent_helps(small, large):
@@ -577,6 +588,8 @@ def test_the_metric_is_calibrated():
         ({"mixer": "bilinear_mlr", "ranks": [8, 2], "norm": "layer", "contraction": "query"}, "use 'split'"),
         ({"mixer": "bilinear_btt", "norm": "layer", "contraction": "split"}, "use 'query'"),
         ({"mixer": "bilinear_btt", "rank": 0}, "1 or more"),
+        ({"mixer": "bilinear_mlbtc", "norm": "qk"}, "norm must be none"),
+        ({"mixer": "bilinear_mlbtc", "levels": [1, 2], "ranks": [1]}, "a number of 1 or more for each level"),
     ],
 )
 def test_configs_are_refused_with_the_reason(options, words):
@@ -588,6 +601,7 @@ def test_shapes_are_refused_with_the_reason():
     for config, words in (
         (BilinearMLR((4, 2)), r"ranks\[0\] must be 8 or 0 \(got 4\)"),
         (BilinearMLR((8, 2, 1, 1, 1)), "5 levels split 24 features into 16 blocks"),
+        (BilinearMLBTC((1, (5, 4)), (1, 1)), r"level \(5, 4\) cannot divide 24 features"),
         (BilinearBTT((5, 4)), r"blocks \(5, 4\) cannot tile 24 x 24"),
     ):
         with pytest.raises(SurgeryError, match=words):

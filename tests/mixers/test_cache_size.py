@@ -27,6 +27,7 @@ from surgery.publish.summary import inspect, plan_dict
 SHAPE = AttentionShape(dim=12, heads=4, groups=2, key=8, value=6, scaling=8**-0.5, rotary=8)
 LENGTHS = (3, 40)  # before and after windows and blocks are full
 SIZES = {
+    "banded": {"width": 4, "dilation": 2}, "block_diagonal": {"block": 5}, "input_toeplitz": {"length": 18},
     "toeplitz": {"length": 18}, "fourier": {"period": 50}, "toeplitz_blocks": {"block": 3, "components": 2},
     "blocks": {"block": 3, "count": 14}, "cosformer": {"length": 40}, "favor": {"features": 16}, "lara": {"features": 7}, "rfa": {"features": 9},
 }  # fmt: skip

@@ -37,6 +37,7 @@ TOKENS: dict[str, set[str]] = {  # functions of a training step
     "retnet": GATED,
     "ssd": GATED,
     "ssd-equal-state": GATED,
+    "block-diagonal-mask": GATED,
     "mhla": {"blocks_from_zero"},
     "mhla-frozen": {"blocks_from_zero"},
     "mhla-elu": {"blocks_from_zero"},
@@ -46,8 +47,14 @@ TOKENS: dict[str, set[str]] = {  # functions of a training step
     "mlr-nested": {"attend"},
     "window-equal-state": {"attend"},
 }
-NO_KERNEL = {"bilinear-btt", "bilinear-mlr", "sliding-window"}  # added scores, or PyTorch's own attention
-NO_KERNEL |= {"toeplitz-mask", "fourier-mask"}  # products by FFT
+NO_KERNEL = {
+    "bilinear-btt",
+    "bilinear-mlbtc",
+    "bilinear-mlr",
+    "sliding-window",
+}  # added scores, or PyTorch's own attention
+NO_KERNEL |= {"toeplitz-mask", "input-toeplitz-mask", "fourier-mask"}  # products by FFT
+NO_KERNEL |= {"banded-mask", "dilated-mask"}  # products of neighboring chunks
 NO_STEP_KERNEL = {"mhla", "mhla-elu", "mhla-frozen"}
 
 

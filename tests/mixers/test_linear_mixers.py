@@ -23,6 +23,9 @@ SHAPE = AttentionShape(dim=12, heads=4, groups=2, key=6, value=5, scaling=6**-0.
 ENCODER = replace(SHAPE, causal=False)
 SMALL = {  # options at which 20 tokens are many
     "toeplitz": {"length": 18},
+    "banded": {"width": 4, "dilation": 2},
+    "block_diagonal": {"block": 5},
+    "input_toeplitz": {"length": 18},
     "fourier": {"period": 50},
     "toeplitz_blocks": {"block": 3, "components": 2},
     "blocks": {"block": 3, "count": 14},

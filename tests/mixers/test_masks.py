@@ -22,9 +22,17 @@ from helpers.mask_rows import (
 
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import from_options
+from surgery.mixers.linear_config import BIDIRECTIONAL_MASKS
 from surgery.mixers.masks.base import MASKS, MaskInputs
 
-OPTIONS = {"blocks": {"block": 12, "count": 100}, "toeplitz_blocks": {"block": 12}, "toeplitz": {"length": 50}}
+OPTIONS = {
+    "banded": {"width": 9, "dilation": 3},
+    "block_diagonal": {"block": 12},
+    "blocks": {"block": 12, "count": 100},
+    "input_toeplitz": {"length": 50},
+    "toeplitz": {"length": 50},
+    "toeplitz_blocks": {"block": 12},
+}
 # Levels shared early, gates of every kind.
 MORE = {
     "hierarchical": [
@@ -34,7 +42,9 @@ MORE = {
         {"levels": 4, "gates": "decay", "admissibility": "strong"},
         {"levels": 3, "form": "bounded"},
     ],
+    "banded": [{"width": 2}, {"width": 20}, {"width": 400}],
     "blocks": [{"block": 5, "count": 220, "normalise": "sum"}],
+    "input_toeplitz": [{"length": 2}, {"length": 2000}],
 }
 CONFIGS = [
     MASKS.config_type(name)(**options)
@@ -121,7 +131,7 @@ def test_rows_of_a_state_go_on_alone(config, scores):
 
 
 @EITHER
-@pytest.mark.parametrize("name", ["gates", "toeplitz_blocks", "toeplitz", "fourier"])
+@pytest.mark.parametrize("name", ["gates", "toeplitz_blocks", "toeplitz", "input_toeplitz", "fourier"])
 def test_spans_are_the_whole(name, scores, monkeypatch):
     """Long sequences are worked on some chunks at a time, convolutions some features at a time."""
     monkeypatch.setattr("surgery.mixers.masks.chunking.SPAN_ELEMENTS", {"cpu": 6000, "cuda": 1})
@@ -213,7 +223,7 @@ def test_what_is_kept_is_counted(config):
     assert numbers == 2 * SHAPE.groups * type(mask).state_size(config, SHAPE, 5, 3, 70)
 
 
-@pytest.mark.parametrize("config", [c for c in CONFIGS if c.name in ("blocks", "toeplitz_blocks")], ids=str)
+@pytest.mark.parametrize("config", [c for c in CONFIGS if c.name in BIDIRECTIONAL_MASKS], ids=str)
 def test_block_masks_both_ways(config):
     """Every block sees every block; a call without a state is the definition."""
     mask = make_mask(config, replace(SHAPE, causal=False))
@@ -264,6 +274,10 @@ def test_tokens_beyond_the_last_block_are_refused():
         ("blocks", {"weights": "fixed"}, "frozen"),
         ("blocks", {"count": 0}, "count=32"),
         ("toeplitz", {"length": 0}, "1 or more"),
+        ("input_toeplitz", {"length": 0}, "1 or more"),
+        ("banded", {"width": 0}, r"width must be 1 or more tokens \(got 0\)"),
+        ("banded", {"dilation": 0}, r"dilation must be 1 or more tokens \(got 0\)"),
+        ("block_diagonal", {"block": 0}, "1 or more"),
         ("fourier", {"period": 0}, "1 or more"),
     ],
 )

@@ -311,6 +311,48 @@ def test_toeplitz_entries_are_coefficients_of_distance():
 
 
 @torch.no_grad()
+def test_input_toeplitz_entries_are_coefficients_of_early_tokens():
+    """Dao and Gu 2024, section 4.3: a Toeplitz matrix of each sequence, alpha[d] = c[d] (w x_d + b), up to `length`."""
+    mask, x_BTD = mask_of("input_toeplitz", length=6), torch.randn(2, 20, SHAPE.dim).double()
+    given = mask.dense(torch.zeros(2, dtype=torch.int64), 20, mask.signals(x_BTD))
+    alpha_BTGJ = (x_BTD @ mask.factor.weight.T + mask.factor.bias).unflatten(2, (2, 2))
+    for t in range(20):
+        for s in range(20):
+            d = t - s
+            expected = mask.coefficient_GJL[:, :, d] * alpha_BTGJ[:, d] if 0 <= d < 6 else torch.zeros(2, 2, 2)
+            torch.testing.assert_close(given[..., t, s], expected.double(), rtol=1e-13, atol=1e-13)
+
+
+@torch.no_grad()
+def test_a_new_input_toeplitz_mask_is_the_toeplitz_mask():
+    fresh = [MASKS.config_type(name)(length=9) for name in ("input_toeplitz", "toeplitz")]
+    one, other = (MASKS[config](config, SHAPE).double() for config in fresh)
+    rows = random_rows(one, "kernel", 30, [0, 0], [30, 21])
+    torch.testing.assert_close(one.chunked(rows, None, 8)[0], other.chunked(rows, None, 8)[0], rtol=1e-12, atol=1e-12)
+
+
+SPARSE = [("banded", {"width": w, "dilation": r}) for w, r in ((1, 1), (1, 4), (5, 1), (5, 3), (99, 2), (1, 99))]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name, options", [*SPARSE, ("block_diagonal", {"block": 1}), ("block_diagonal", {"block": 6})])
+def test_sparse_masks_token_by_token(name, options):
+    """Dao and Gu 2024, section 4.1.4, eq. 10: sums over the tokens of a band, of every r-th token of it, or of a block."""
+    mask = mask_of(name, **options)
+    rows = random_rows(mask, "kernel", 40, [0, 0], [40, 31])
+    expected = torch.zeros(2, 2, 2, 40, 3, dtype=torch.float64)
+    for t in range(40):
+        if name == "banded":
+            seen = range(t, max(-1, t - options["width"] * options["dilation"]), -options["dilation"])
+        else:
+            seen = range(t // options["block"] * options["block"], t + 1)
+        for s in seen:
+            score_BGJ = torch.einsum("bgjf,bgf->bgj", rows.q_BGJTF[:, :, :, t], rows.k_BGTF[:, :, s])
+            expected[:, :, :, t] += score_BGJ[..., None] * rows.v_BGTV[:, :, None, s]
+    both_forms(mask, rows, expected)
+
+
+@torch.no_grad()
 def test_a_start_is_what_was_asked_for():
     mask = mask_of("toeplitz_blocks", components=2)
     a_RGJ, rate_RG = torch.rand(2, 2, 2).double() + 0.1, torch.tensor([[0.5, 0.1], [0.02, 0.0]]).double()

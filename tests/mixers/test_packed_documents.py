@@ -31,6 +31,9 @@ CONFIGS = {
     "tbm": LINEAR | {"mask": {"name": "toeplitz_blocks", "block": 4, "components": 2}},
     "mhla": LINEAR | {"mask": {"name": "blocks", "block": 4, "count": 10}},
     "toeplitz": LINEAR | {"mask": {"name": "toeplitz", "length": 40}},
+    "input toeplitz": LINEAR | {"mask": {"name": "input_toeplitz", "length": 10}},
+    "banded": LINEAR | {"mask": {"name": "banded", "width": 4, "dilation": 3}},
+    "block diagonal": LINEAR | {"mask": {"name": "block_diagonal", "block": 6}},
     "fourier": LINEAR | {"mask": {"name": "fourier", "period": 80}},
     "with a window": LINEAR | {"mask": {"name": "gates"}, "window": 5, "sinks": 2, "features": {"name": "hedgehog"}},
     "behind chunks": LINEAR
@@ -58,6 +61,7 @@ CONFIGS = {
     "window": {"mixer": "window", "window": 6, "sinks": 2},
     "global window": {"mixer": "global_window", "ranks": [4, 4], "window": 6},
     "bilinear btt": {"mixer": "bilinear_btt"},
+    "bilinear mlbtc": {"mixer": "bilinear_mlbtc"},
     "bilinear mlr": {"mixer": "bilinear_mlr", "ranks": [8, 4, 2]},
     "bilinear btt qk": {"mixer": "bilinear_btt", "base": "own", "norm": "qk"},
     "exact": {"mixer": "test-exact"},

@@ -131,6 +131,36 @@ def test_toeplitz_and_fourier_masks():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("recipe, dilation", [("banded-mask", 1), ("dilated-mask", 4)])
+def test_banded_and_dilated_masks(recipe, dilation):
+    """Dao and Gu 2024, section 4.1.4, eq. 10: L is 1 on a band of 256 tokens, or on every 4th token of a wider one."""
+    inputs, at_T = random_inputs(1100), torch.arange(1100)
+    distance_TT = at_T[:, None] - at_T
+    mask_TT = (distance_TT >= 0) & (distance_TT < 256 * dilation) & (distance_TT % dilation == 0)
+    check(recipe, 1100, inputs.q_BHTK[0] @ inputs.k_BGTK[0].mT * KEY**-0.5 * mask_TT @ inputs.v_BGTV[0])
+
+
+@torch.no_grad()
+def test_block_diagonal_mask():
+    """Dao and Gu 2024, section 4.1.4, eq. 10: L is 1 between tokens of one block of 256, here up to the query."""
+    inputs, block_T = random_inputs(600), torch.arange(600) // 256
+    mask_TT = (block_T[:, None] == block_T).tril()
+    expected = inputs.q_BHTK[0] @ inputs.k_BGTK[0].mT * KEY**-0.5 * mask_TT @ inputs.v_BGTV[0]
+    check("block-diagonal-mask", 600, expected)
+
+
+@torch.no_grad()
+def test_toeplitz_mask_of_the_input():
+    """Dao and Gu 2024, section 4.3: alpha_(i-j) with parameters that depend on the input."""
+    inputs, mask = random_inputs(50), mixer_of("input-toeplitz-mask").mask
+    alpha_HT = mask.coefficient_GJL[0, :, :50] * mask.factor(inputs.x_BTD)[0].mT
+    distance_TT = torch.arange(50)[:, None] - torch.arange(50)
+    score_HTT = (inputs.q_BHTK[0] @ inputs.k_BGTK[0].mT * KEY**-0.5).tril()
+    expected = score_HTT * alpha_HT[:, distance_TT.clamp_min(0)] @ inputs.v_BGTV[0]
+    check("input-toeplitz-mask", 50, expected)
+
+
+@torch.no_grad()
 def test_nested_mlr_attention():
     """Kuang et al. 2025, eq. 9 and section 5.1: ranks 32|8|6|4|4|4|4|2, p_l = 2^(l-1) blocks of T / p_l tokens, T = 1,024."""
     length, ranks, first = 1024, (32, 8, 6, 4, 4, 4, 4, 2), 0

@@ -12,8 +12,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from surgery.mixers import AttentionShape
+from surgery.mixers import MIXERS, AttentionShape
 from surgery.mixers.bilinear_btt import BilinearBTT, BilinearBTTAttention
+from surgery.mixers.bilinear_mlbtc import BilinearMLBTC, BilinearMLBTCAttention
 from surgery.mixers.bilinear_mlr import BilinearMLR, BilinearMLRAttention
 from surgery.structures import STRUCTURES
 from surgery.structures.btt import BTT
@@ -141,6 +142,41 @@ def test_bilinear_mlr():
             left, right = (getattr(mixer, f"{side}{level}")[head] for side in ("left", "right"))
             levels.append((1.0, None, list(left), None, [block.mT for block in right]))
         assert torch.allclose(mixer.matrix_HDD()[head], mlbtc(levels) / dims)
+
+
+def test_bilinear_mlbtc_is_eq_8():
+    """Blocks along the diagonal, and a grid, whose P_R swaps its two indices; the score is divided by its dims."""
+    config = BilinearMLBTC(levels=(1, 4, (2, 8)), ranks=(3, 2, 1), base="own")
+    mixer = fill_random(BilinearMLBTCAttention(config, SHAPE))
+    dims, (b, c, s) = 3 + 4 * 2 + 2 * 8, (2, 8, 1)
+    for head in range(2):
+        levels = []
+        for level in (1, 2):
+            left, right = (getattr(mixer, f"{side}{level}")[head] for side in ("left", "right"))
+            levels.append((1.0, None, list(left), None, [block.mT for block in right]))
+        left, right = mixer.left3[head], mixer.right3[head]  # (b, c, a, s), (b, c, d, s)
+        grid_left = [left[i].transpose(0, 1).flatten(1) for i in range(b)]  # (a, c s)
+        grid_right = [right[:, i].transpose(1, 2).flatten(0, 1) for i in range(c)]  # (b s, d)
+        levels.append((1.0, None, grid_left, swap(c, b, s), grid_right))
+        assert torch.allclose(mixer.matrix_HDD()[head], mlbtc(levels) / dims, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "one, other, names",
+    [
+        (BilinearMLBTC((1, 2, 4), (3, 2, 1), base="own"), BilinearMLR((3, 2, 1), base="own"), ("left{}", "right{}")),
+        (BilinearMLBTC(((4, 4),), (2,), base="own"), BilinearBTT((4, 4), 2, base="own"), ("left", "right")),
+    ],
+)
+def test_bilinear_mlr_and_btt_are_points_of_mlbtc(one, other, names):
+    """The same factors give the same scores, fans, score dims and costs."""
+    mlbtc_mixer, mixer = (fill_random(MIXERS[config](config, SHAPE)) for config in (one, other))
+    for at in range(1, len(one.levels) + 1):
+        for name, side in zip(names, ("left", "right")):
+            getattr(mlbtc_mixer, f"{side}{at}").data = getattr(mixer, name.format(at)).data
+    assert torch.equal(mlbtc_mixer.matrix_HDD(), mixer.matrix_HDD())
+    assert list(mlbtc_mixer.mup().values()) == list(mixer.mup().values())
+    assert type(mlbtc_mixer).cost(one, SHAPE, 50) == type(mixer).cost(other, SHAPE, 50)
 
 
 def test_bilinear_btt_is_of_full_rank_where_a_head_is_not():

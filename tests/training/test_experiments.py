@@ -5,11 +5,13 @@ docs/papers.md.
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from recipes.papers.experiments import page, recall, regression, scaling
 from recipes.papers.experiments.driver import main, show
@@ -254,3 +256,71 @@ def test_rates_of_mlps():
     aware, naive = (scaling.rate_factors(model, naive) for naive in (False, True))
     assert aware["up.0.right"] == 64 / 8 and naive["up.0.right"] == 1.0 == aware["classifier.weight"]
     assert aware["input.right"] == pytest.approx(0.1 * 64 / 8) and aware["norms.0.weight"] == 1.0
+
+
+# -- longer runs, and lambda = 1 at first -----------------------------------------------------------
+def leaves_of(stack):
+    """Return name -> parameter of the only run, with the names of gates as in a mask without a tree."""
+    return {name.replace(".mask.gates.", ".mask."): leaf.detach()[0] for name, leaf in zip(stack.names, stack.leaves)}
+
+
+@pytest.mark.parametrize("log_linear, plain", recall.FAMILIES)
+def test_with_lambda_held_a_log_linear_form_is_its_linear_mask(log_linear, plain):
+    """Lambda starts at 1: while it is held, all other parameters are trained to those of the linear mask. After a
+    warm-up it is trained."""
+    task, device = recall.make_task(recall.SMOKE), torch.device("cpu")
+    start = dict(recall.make_recall_model(recall.SMOKE, Cell(plain, 16), 0).named_parameters())
+
+    def trained(method, share):
+        setting = replace(recall.SMOKE, steps=4, options=recall.SMOKE.options | {"warm_up": share})
+        model = recall.make_recall_model(setting, Cell(method, 16), 0)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if ".mask.level." not in name:
+                    parameter.copy_(start[name.replace(".mask.gates.", ".mask.")])
+        return leaves_of(recall.train_recall(setting, [(1e-2, 0)], {0: model}, task, device))
+
+    linear, held, warm = trained(plain, 0), trained(log_linear, 1), trained(log_linear, 0.5)
+    lambdas = {name for name in held if ".mask.level." in name}
+    assert held.keys() - lambdas == linear.keys() and len(lambdas) == 4
+    for name, leaf in linear.items():
+        torch.testing.assert_close(held[name], leaf, rtol=1e-3, atol=1e-5)
+    for name in lambdas:
+        at_start = 0.0 if name.endswith("weight") else math.log(math.e - 1)
+        torch.testing.assert_close(held[name], torch.full_like(held[name], at_start), rtol=0, atol=1e-7)
+    assert any(bool((warm[name] != held[name]).any()) for name in lambdas)
+
+
+def test_lengthening_ends_when_the_baselines_reach_their_figures(tmp_path, capsys):
+    """Baselines alone are trained at each number of steps; every row stays, and the same command trains nothing more."""
+    trained, out = [], tmp_path / "rows.jsonl"
+
+    def train(setting, cell, runs, device):
+        trained.append((setting.name, cell.method))
+        return [
+            {"setting": setting.name, "method": cell.method, "width": cell.width, "rate": r, "seed": s, "loss": 1.0,
+             "accuracy": setting.steps / 12, "macs": 1, "state": 1}
+            for r, s in runs
+        ]  # fmt: skip
+
+    experiment = replace(recall.EXPERIMENT, smoke=replace(recall.SMOKE, rate_seeds=2), train=train)
+    command = ["run", "--setting", "smoke", "--out", str(out), "--device", "cpu"]
+    main(experiment, [*command, "--lengthen", "8"])
+    assert [name for name, method in trained if method == "ssd"] == ["smoke", "smoke@6"]
+    assert [name for name, method in trained if method == "log_linear_ssd"] == ["smoke@6"]
+    assert "ssd 16 answers 25.0% (paper: 46.9%). Twice as many steps follow" in capsys.readouterr().out
+    main(experiment, [*command, "--lengthen", "8"])
+    assert len(trained) == 3
+    main(experiment, [*command, "--steps", "6"])
+    assert len(trained) == 3
+    main(experiment, [*command, "--steps", "9"])
+    assert trained[3:] == [("smoke@9", "ssd"), ("smoke@9", "log_linear_ssd")]
+    text = show(experiment, [out], None)
+    assert "Setting `smoke@6`" in text and "Setting `smoke@9`" in text
+    with pytest.raises(SurgeryError, match="Leave out --part and --steps"):
+        main(experiment, [*command, "--lengthen", "2", "--part", "1/2"])
+    longer = experiment.settings[0].lengthened(9)
+    assert longer.name == "cpu@9" and experiment.setting("cpu@9") == longer
+    assert experiment.run_command(longer) == f"{experiment.command} run --setting cpu --steps 9"
+    rows = [{"setting": name} for name in ("cpu@90", "cpu@9", "cpu")]
+    assert [s.name for s in experiment.settings_of(rows)][:4] == ["cpu", "cpu@9", "cpu@90", "gpu_64"]

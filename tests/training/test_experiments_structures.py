@@ -180,6 +180,20 @@ def test_tuned_rates(gap, noise, word):
     assert "end of the grid" in tuned_rates.EXPERIMENT.judge(moved, setting).why
 
 
+def test_heads_have_64_dimensions_at_every_width():
+    """Compute Better Spent, G.2, and the ViTs: wider models have more heads, not wider ones."""
+    setting = structured_head.EXPERIMENT.setting("gpu")
+    setting = replace(setting, layers=1, options=setting.options | {"classes": 8})
+    for cell in setting.cells:
+        config = structured_head.make_model(setting, cell, 0).config
+        assert config.n_embd == cell.width and config.n_head == cell.width // 64 == structured_head.heads(cell)
+    for cell in vision.EXPERIMENT.setting("gpu").cells:
+        small = replace(vision.EXPERIMENT.setting("gpu"), layers=1)
+        with torch.device("meta"):
+            attention = vision.PatchAttention(vision.make_vit(replace(small, layers=0), cell, 0).shape)
+        assert attention.head == 64 and attention.query.out_features == cell.width
+
+
 @pytest.mark.parametrize(
     "whole, body, word",
     [(-0.2, 0.0, "reproduced"), (-0.2, -0.2, "in part"), (0.2, 0.0, "not seen at this size")],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,7 +41,8 @@ class Experiment:
     """One experiment of a paper: see its fields in recall.py.
 
     rule: the comparisons of the claim and its baselines; verdicts.py says what follows from them. settings: sweeps of several
-    sizes; smoke: of seconds, for tests. data: help of the option --data, a file that `train` finds as options["data"]
+    sizes; smoke: of seconds, for tests. baselines: methods that the paper has figures for and claims nothing about;
+    missed: what their rows lack of these figures, one sentence each; None: the paper has none. data: help of the option --data, a file that `train` finds as options["data"]
     of the setting; "": no such option.
     """
 
@@ -57,6 +59,8 @@ class Experiment:
     table: Callable[[list[Row], Setting], list[list[str]]]
     draw: Callable[[Any, list[Row], Setting], None]
     data: str = ""
+    baselines: tuple[str, ...] = ()
+    missed: Callable[[list[Row], Setting], list[str]] | None = None
 
     @property
     def command(self) -> str:
@@ -65,11 +69,25 @@ class Experiment:
 
     def run_command(self, setting: Setting) -> str:
         """Return the command that trains the runs of a setting."""
-        return f"{self.command} run --setting {setting.name}" + (" --data FILE" if self.data else "")
+        name, _, steps = setting.name.partition("@")
+        options = (f" --steps {steps}" if steps else "") + (" --data FILE" if self.data else "")
+        return f"{self.command} run --setting {name}{options}"
 
     def setting(self, name: str) -> Setting:
-        """Return a setting by name."""
-        return next(s for s in (*self.settings, self.smoke) if s.name == name)
+        """Return a setting by name, also one with another number of steps, such as gpu@20000."""
+        base, _, steps = name.partition("@")
+        setting = next(s for s in (*self.settings, self.smoke) if s.name == base)
+        return setting.lengthened(int(steps)) if steps else setting
+
+    def settings_of(self, rows: list[Row]) -> list[Setting]:
+        """Return the settings of the experiment, each followed by those of the rows with another number of steps."""
+        longer = {row["setting"] for row in rows if "@" in row["setting"]}
+        named = [self.setting(name) for name in longer]
+        return [
+            found
+            for s in self.settings
+            for found in (s, *sorted((n for n in named if n.name.partition("@")[0] == s.name), key=lambda n: n.steps))
+        ]
 
     def judge(self, rows: list[Row], setting: Setting) -> Verdict:
         """Return the verdict of a setting: from its rows if the sweep is complete, else what it would take."""
@@ -91,17 +109,47 @@ def run(experiment: Experiment, arguments: argparse.Namespace) -> None:
     device = choose_device(arguments.device)
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
     memory = arguments.memory or MEMORY["gpu" if device.type == "cuda" else "cpu"]
-    stack = stack_size(setting, experiment.heads, memory)
     out = arguments.out or ROWS / f"{experiment.name}.jsonl"
     part, parts = arguments.part
     if parts > 1 and arguments.out is None:
         raise SurgeryError(f"--part {part}/{parts} needs --out: processes that run side by side write to a file each.")
-    cells = split_cells(setting, parts, lambda c: cell_minutes(setting, c, experiment.heads(c), stack(c)))[part - 1]
-    if device.type == "cuda":
-        counted = sum(cell_minutes(setting, c, experiment.heads(c), stack(c)) for c in cells)
-        print(f"forecast, counted: {counted:.1f} minutes", flush=True)
-    if run_sweep(setting, experiment.train, out, device, stack=stack, cells=cells, minutes=arguments.minutes):
+    ends, base = time.monotonic() + 60 * arguments.minutes, setting
+    if arguments.lengthen > 1 and (parts > 1 or arguments.steps):
+        raise SurgeryError(
+            f"--lengthen {arguments.lengthen} doubles the steps until the rows of the baselines reach the paper's "
+            "figures, so one process trains all cells. Leave out --part and --steps, or use --steps without --lengthen."
+        )
+    if arguments.steps:
+        setting = setting.lengthened(arguments.steps)
+
+    def train(setting: Setting, cells: list[Cell]) -> bool:
+        """Return whether the cells have all rows."""
+        stack = stack_size(setting, experiment.heads, memory)
+        cells = split_cells(
+            setting, parts, lambda c: cell_minutes(setting, c, experiment.heads(c), stack(c)), cells
+        )[part - 1]  # fmt: skip
+        if device.type == "cuda":
+            counted = sum(cell_minutes(setting, c, experiment.heads(c), stack(c)) for c in cells)
+            print(f"forecast, counted: {counted:.1f} minutes", flush=True)
+        minutes = (ends - time.monotonic()) / 60
+        return run_sweep(setting, experiment.train, out, device, stack=stack, cells=cells, minutes=minutes)
+
+    while experiment.missed is not None and 2 * setting.steps <= arguments.lengthen * base.steps:
+        if not train(setting, [cell for cell in setting.cells if cell.method in experiment.baselines]):
+            return
+        if not (missed := experiment.missed(read_rows(out), setting)):
+            break
+        print(f"{setting.name}: {'; '.join(missed)}. Twice as many steps follow", flush=True)
+        setting = base.lengthened(2 * setting.steps)
+    if train(setting, setting.cells):
         print(f"complete: {out}")
+
+
+def parse_count(text: str) -> int:
+    """Return a whole number of at least 1. Raises argparse's error for other text."""
+    if not (text.isascii() and text.isdigit() and len(text) <= 9 and int(text)):
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on (got {text!r})")
+    return int(text)
 
 
 def parse_part(text: str) -> tuple[int, int]:
@@ -126,10 +174,11 @@ def show(experiment: Experiment, paths: list[Path], plot: Path | None) -> str:
         f"{experiment.title} ({experiment.source}). Claim: {experiment.claim}. MACs: {CONVENTION}, without the head."
     ]
     names = {row["setting"] for row in rows}
-    shown = [s for s in (*experiment.settings, experiment.smoke) if s.name in names]
+    known = experiment.settings_of(rows)
+    shown = [s for s in (*known, *map(experiment.setting, sorted(names - {s.name for s in known}))) if s.name in names]
     for setting in shown:
         parts.append(f"Setting `{setting.name}`:\n\n{markdown(experiment.table(rows, setting))}")
-    for setting in (*experiment.settings, *(s for s in shown if s not in experiment.settings)):
+    for setting in (*known, *(s for s in shown if s not in known)):
         left = missing_runs(rows, setting) if setting in shown else 0
         more = f". `run` would train {left} more runs" if left else ""
         parts.append(f"`{setting.name}`: {experiment.judge(rows, setting)}{more}")
@@ -172,13 +221,22 @@ def main(experiment: Experiment, given: list[str] | None = None) -> None:
     running.add_argument("--memory", type=float, help="GB of a stack of runs. Default: 2 on a CPU, 60 on a GPU.")
     running.add_argument("--minutes", type=float, default=math.inf, help="Start no stack that would end later.")
     running.add_argument(
+        "--steps", type=parse_count, help="Steps of every run, instead of the setting's. Default: its."
+    )
+    if experiment.missed is not None:
+        running.add_argument(
+            "--lengthen", type=parse_count, metavar="K",
+            help="Double the steps, up to K times those of the setting, until the baselines reach the paper's figures; "
+            "then train all methods. Default: 1.",
+        )  # fmt: skip
+    running.add_argument(
         "--part", type=parse_part, default=(1, 1), metavar="K/N",
         help="Train the K-th of N parts of the sweep, for N processes with an --out each. Default: 1/1.",
     )  # fmt: skip
     if experiment.data:
         running.add_argument("--data", type=Path, help=experiment.data)
     running.add_argument("--plain", action="store_true", help="Do not use CUDA graphs.")
-    running.set_defaults(do=lambda arguments: run(experiment, arguments))
+    running.set_defaults(lengthen=1, do=lambda arguments: run(experiment, arguments))
     showing = commands.add_parser("show", help="Print tables and verdicts.")
     showing.add_argument("rows", type=Path, nargs="*", help="Files of `run`. Default: the one of the repository.")
     showing.add_argument("--plot", type=Path, help="Draw the results to this file.")

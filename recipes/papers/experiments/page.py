@@ -85,7 +85,7 @@ def results() -> list[Result]:
 
 def _result(experiment: Experiment) -> Result:
     rows, found, missing, words, reasons = load_rows(experiment, []), [], [], [], []
-    for setting in experiment.settings:
+    for setting in experiment.settings_of(rows):
         verdict = experiment.judge(rows, setting)
         words.append(verdict.word)
         if is_complete(rows, setting):
@@ -137,7 +137,7 @@ def rows_section() -> str:
     lines, waiting, tables = [["setting", "verdict"]], [], []
     for experiment in EXPERIMENTS:
         rows = load_rows(experiment, [])
-        for setting in experiment.settings:
+        for setting in experiment.settings_of(rows):
             name, verdict = f"`{experiment.name}`, `{setting.name}`", experiment.judge(rows, setting)
             if verdict.word == GPU_TIME:
                 waiting.append(f"{name} ({verdict.why.removesuffix(COUNTED)})")

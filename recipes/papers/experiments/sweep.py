@@ -17,7 +17,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -64,6 +64,10 @@ class Setting:
     every_rate: bool = False
     rate_seeds: int = 2
     as_printed: bool = False
+
+    def lengthened(self, steps: int) -> Setting:
+        """Return the setting with another number of steps, whose rows have a name of their own: `gpu@20000`."""
+        return self if steps == self.steps else replace(self, name=f"{self.name}@{steps}", steps=steps)
 
     @property
     def runs(self) -> int:
@@ -319,13 +323,15 @@ def cell_minutes(setting: Setting, cell: Cell, heads: int, stack: int) -> float:
     return total / 60
 
 
-def split_cells(setting: Setting, parts: int, minutes: Callable[[Cell], float]) -> list[list[Cell]]:
+def split_cells(
+    setting: Setting, parts: int, minutes: Callable[[Cell], float], cells: list[Cell] | None = None
+) -> list[list[Cell]]:
     """Return the cells in disjoint parts of similar `minutes` each: longest first, to the part with the least so
-    far.
+    far. cells: those to divide; None: all of the setting.
     """
     found: list[list[Cell]] = [[] for _ in range(parts)]
     times = [0.0] * parts
-    for cell in sorted(setting.cells, key=minutes, reverse=True):
+    for cell in sorted(setting.cells if cells is None else cells, key=minutes, reverse=True):
         least = times.index(min(times))
         found[least].append(cell)
         times[least] += minutes(cell)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -32,12 +32,15 @@ def train_stack(
     base_width: int = 64,
     floor: float = 0.0,
     after_step: Callable[[StackedTraining, int], None] | None = None,
+    held: Collection[str] = (),
+    held_steps: int = 0,
 ) -> StackedTraining:
     """Return the trained stack of runs (rate, seed).
 
     models: seed -> initialized model. row_numbers: random numbers in a row, which bounds the rows that are made
     together. factors: parameter -> factor on the rate; None: those of a recipe with `base_width`. floor: share of the
-    rate at the last step; 1: no decay. after_step: called with the stack and the step.
+    rate at the last step; 1: no decay. after_step: called with the stack and the step. held: names of parameters that stay
+    at their initial values in the first `held_steps` steps.
     """
     if device.type == "cuda":  # return what earlier stacks held: other processes may share the GPU
         gc.collect()
@@ -46,8 +49,9 @@ def train_stack(
     factors = rate_factors(models[runs[0][1]], stage) if factors is None else factors
     rates = [{name: rate * f for name, f in factors.items()} for rate, _ in runs]
     stack = StackedTraining(
-        [models[seed] for _, seed in runs], rates, stage.optimiser, stage.clip, device, setting.graph, loss=loss
-    )
+        [models[seed] for _, seed in runs], rates, stage.optimiser, stage.clip, device, setting.graph, loss=loss,
+        held=held if held_steps else (),
+    )  # fmt: skip
     seeds = sorted(models)
     which = torch.tensor([seeds.index(seed) for _, seed in runs], device=device)
     steps = max(1, min(STEPS_AT_ONCE, NUMBERS_AT_ONCE // (setting.rows * row_numbers)))
@@ -56,6 +60,8 @@ def train_stack(
         if step % steps == 0:
             count = min(steps, setting.steps - step) * setting.rows
             made = [batch_of(seed, step * setting.rows, count) for seed in seeds]
+        if held_steps and step == held_steps:
+            stack.release()
         start = step % steps * setting.rows
         batch = {n: torch.stack([m[n][start : start + setting.rows] for m in made])[which] for n in made[0]}
         stack.step(batch, stage.schedule.factor(step, setting.steps))

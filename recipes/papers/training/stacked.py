@@ -17,7 +17,7 @@ run does not affect the others. On a GPU the step is a CUDA graph, which needs e
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 import torch
@@ -56,7 +56,8 @@ class StackedTraining:
     """M training runs of one architecture with stacked parameters.
 
     clip: maximum gradient norm of each run. loss: of one run, a scalar. decays: names of the parameters with weight
-    decay; None: all with two or more dimensions. precision: of autocast; weights and optimizer stay in float32.
+    decay; None: all with two or more dimensions. precision: of autocast; weights and optimizer stay in float32. held:
+    names of parameters that do not change before `release`.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class StackedTraining:
         loss: RunFunction = next_token_loss,
         decays: set[str] | None = None,
         precision: Literal["float32", "bf16"] = "float32",
+        held: Collection[str] = (),
     ):
         assert optimiser.name == "adamw", "only AdamW is implemented"
         self.optimiser, self.clip, self.device = optimiser, clip, device
@@ -89,6 +91,8 @@ class StackedTraining:
         self.sizes = [shape.numel() for shape in shapes]
         decayed = {n for n, s in zip(self.names, shapes) if len(s) >= 2} if decays is None else decays
         shares = [torch.full((s.numel(),), float(n in decayed)) for n, s in zip(self.names, shapes)]
+        moves = [torch.full((s.numel(),), float(n not in held)) for n, s in zip(self.names, shapes)]
+        self.moves_N = torch.cat(moves).to(device) if held else None
         self.decay_N = torch.cat(shares).to(device) * optimiser.weight_decay if optimiser.weight_decay else None
         parts = self.flat_MN.detach().split(self.sizes, dim=1)  # views: the optimizer's update changes them
         self.leaves = [p.unflatten(1, s).requires_grad_() for p, s in zip(parts, shapes)]
@@ -147,10 +151,17 @@ class StackedTraining:
         self.graph.replay()
         return self.answer.clone()
 
+    def release(self) -> None:
+        """Train the held parameters too, from the next step on."""
+        if self.moves_N is not None:
+            self.moves_N.fill_(1.0)
+
     def _step(self, batch: dict[str, Tensor]) -> Tensor:
         losses_M = self.losses(batch)
         gradients = torch.autograd.grad(losses_M.sum(), self.leaves, allow_unused=True, materialize_grads=True)
         gradient_MN = torch.cat([g.flatten(1) for g in gradients], dim=1)
+        if self.moves_N is not None:
+            gradient_MN *= self.moves_N
         if self.clip is not None:
             norm_M1 = torch.linalg.vector_norm(gradient_MN, dim=1, keepdim=True)
             gradient_MN *= (self.clip / (norm_M1 + 1e-6)).clamp(max=1.0)
@@ -167,7 +178,8 @@ class StackedTraining:
         self.square_MN.mul_(second).addcmul_(gradient_MN, gradient_MN, value=1 - second)
         root_MN = (self.square_MN / (1 - second**self.steps)).sqrt_().add_(settings.eps)
         if self.decay_N is not None:
-            self.flat_MN.mul_(1 - rates_MN * self.decay_N)
+            decay_N = self.decay_N if self.moves_N is None else self.decay_N * self.moves_N
+            self.flat_MN.mul_(1 - rates_MN * decay_N)
         self.flat_MN.sub_(rates_MN.mul_(self.mean_MN).div_(root_MN) / (1 - first**self.steps))
 
     def _record(self, batch: dict[str, Tensor]) -> None:

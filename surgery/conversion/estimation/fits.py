@@ -147,20 +147,9 @@ def _counted(device: str, *targets: LinearTarget) -> Iterator[OperationCounter]:
         ) from error
 
 
-def count_stage(stage: StageTask) -> StageCount:
-    """Return the count of the moments and fits of one stage, on the outputs of the converted layers.
-
-    All sweeps after the first do the same, so two are run at most, and the second is multiplied.
-    """
-    if stage.sweeps <= 2:
-        return _count_stage(stage)
-    one, two = (_count_stage(replace(stage, sweeps=n)) for n in (1, 2))
-    fits = tuple(a + b.minus(a).times(stage.sweeps - 1) for a, b in zip(one.fits, two.fits))
-    return replace(two, fits=fits)
-
-
 @lru_cache(1024)
-def _count_stage(stage: StageTask) -> StageCount:
+def count_stage(stage: StageTask) -> StageCount:
+    """Return the count of the moments and fits of one stage, on the outputs of the converted layers."""
     with _counted(stage.device, *(task.target for task in stage.tasks)) as counter:
         targets = [replace(t.target, linear=replace(t.target.linear, path=str(i))) for i, t in enumerate(stage.tasks)]
         weights = {

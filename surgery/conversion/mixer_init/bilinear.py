@@ -14,6 +14,7 @@ from surgery.calibration.attention_samples import AttentionSamples
 from surgery.conversion.mixer_init.base import MIXER_INITS, InitializedMixer, MixerInit, build_mixer, relative_error
 from surgery.mixers.bilinear import Bilinear, fit_bilinear
 from surgery.mixers.bilinear_btt import BilinearBTT
+from surgery.mixers.bilinear_mlbtc import BilinearMLBTC
 from surgery.mixers.bilinear_mlr import BilinearMLR
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.attention_recipe import AttentionRecipe
@@ -21,6 +22,7 @@ from surgery.planning.weights import role_weight
 
 
 @MIXER_INITS.register(BilinearBTT)
+@MIXER_INITS.register(BilinearMLBTC)
 @MIXER_INITS.register(BilinearMLR)
 class BilinearInit(MixerInit):
     """Initialization of bilinear mixers (see the module)."""

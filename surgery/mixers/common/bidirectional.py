@@ -66,13 +66,7 @@ def reverse_inputs(rows: MaskInputs, unpadder: Unpadder) -> MaskInputs:
 
 def diagonal_output(mask: Mask, rows: MaskInputs) -> Tensor:
     """Return the term of the diagonal, M_tt A_tt v_t (B, G, J, T, V)."""
-    batch, length = rows.v_BGTV.shape[0], rows.v_BGTV.shape[2]
-    position_BT = rows.start_B.unsqueeze(1) + torch.arange(length, device=rows.start_B.device)
-    signals = {name: t.flatten(0, 1).unsqueeze(1) for name, t in rows.signals.items()}
-    m_XGJ: Tensor = mask("dense", position_BT.flatten(), 1, signals)[..., 0, 0]  # every token as a sequence of length 1
-    m_BGJT1: Tensor = (
-        m_XGJ.expand(batch * length, -1, -1).unflatten(0, (batch, length)).permute(0, 2, 3, 1).unsqueeze(-1)
-    )
+    m_BGJT1: Tensor = mask("diagonal", rows.start_B, rows.v_BGTV.shape[2], rows.signals).unsqueeze(-1)
     value_BGTV = rows.v_BGTV if rows.beta_BGT is None else rows.v_BGTV * rows.beta_BGT.unsqueeze(-1)
     score_BGJT1 = (rows.q_BGJTF * rows.k_BGTF.unsqueeze(2)).sum(-1, keepdim=True)
     return m_BGJT1 * score_BGJT1 * value_BGTV.unsqueeze(2)

@@ -68,6 +68,11 @@ class Mask(MethodModule):
         rule's.
         """
 
+    @classmethod
+    def reach(cls, config: Any) -> int | None:
+        """Return the first distance from which on M is 0, or None."""
+        return None
+
     def signals(self, x_BTD: Tensor, length: int | None = None) -> Signals:
         """Return the tensors (B, T, ..) that the mask computes from the hidden states.
 
@@ -100,6 +105,14 @@ class Mask(MethodModule):
     def dense(self, start_B: Tensor, length: int, signals: Signals) -> Tensor:
         """Return M_BGJTT of `length` tokens from position start_B on (G or J may be 1); lower triangular if causal."""
         raise NotImplementedError
+
+    def diagonal(self, start_B: Tensor, length: int, signals: Signals) -> Tensor:
+        """Return M_tt of `length` tokens (B, G, J, T), each as a sequence of length 1; G or J may be 1."""
+        position_BT = start_B.unsqueeze(1) + torch.arange(length, device=start_B.device)
+        each = {name: t.flatten(0, 1).unsqueeze(1) for name, t in signals.items()}
+        m_XGJ: Tensor = self.dense(position_BT.flatten(), 1, each)[..., 0, 0]
+        m_BTGJ: Tensor = m_XGJ.expand(position_BT.numel(), -1, -1).unflatten(0, position_BT.shape)
+        return m_BTGJ.permute(0, 2, 3, 1)
 
     def chunked(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, MaskState | None]:
         """Return (out_BGJTV, state after the rows' tokens, or None without a state). chunk: tokens per chunk."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape
-from surgery.mixers.masks.base import MASKS
+from surgery.mixers.masks.base import MASKS, Signals
 from surgery.mixers.masks.fft_convolution import DistanceMask
 
 
@@ -52,15 +52,15 @@ class FourierMask(DistanceMask):
         angle = 2 * math.pi / config.period
         self.register_buffer("omega_2", torch.tensor([math.cos(angle), math.sin(angle)]))
 
-    def entries(self, at_BT: Tensor, from_BS: Tensor) -> Tensor:
+    def entries(self, at_BT: Tensor, from_BS: Tensor, signals: Signals) -> Tensor:
         """Return M_BGJTS for pairs of positions."""
         turn_BTS = at_BT.unsqueeze(2) * from_BS.unsqueeze(1) % self.config.period
         mask_BTS = torch.cos(self._angle(turn_BTS, self.config.period))
         return torch.where(from_BS.unsqueeze(1) <= at_BT.unsqueeze(2), mask_BTS, 0)[:, None, None]
 
-    def distances(self, length: int) -> Tensor:
-        """Return h_GJS at distances 0 .. length - 1."""
-        return self.phase(torch.arange(length, device=self.omega_2.device)).conj()[None, None]
+    def distances(self, length: int, signals: Signals) -> Tensor:
+        """Return h_BGJS at distances 0 .. length - 1."""
+        return self.phase(torch.arange(length, device=self.omega_2.device)).conj()[None, None, None]
 
     def phase(self, position_BS: Tensor) -> Tensor:
         """Return the chirp w at each position."""

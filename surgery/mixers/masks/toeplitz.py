@@ -1,4 +1,6 @@
-"""Toeplitz mask M_ts = c[t - s], with a learned coefficient per distance and query head (Guo et al. 2025, table 1).
+"""Toeplitz mask M_ts = c[t - s], with a learned coefficient per distance and query head.
+
+Dao and Gu 2024, "Transformers are SSMs", section 4.3; Guo et al. 2025, "Log-Linear Attention", table 1.
 
 Coefficients are 0 from distance `length` on. Kernel scores are computed by FFT over the time axis; the delta rule takes
 quadratic time. The state holds the last length - 1 keys and values (fft_convolution.py).
@@ -10,11 +12,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape
-from surgery.mixers.masks.base import MASKS
+from surgery.mixers.masks.base import MASKS, Signals
 from surgery.mixers.masks.fft_convolution import DistanceMask
 
 
@@ -46,16 +49,18 @@ class ToeplitzMask(DistanceMask):
         """Return the first distance from which on M is 0."""
         return config.length
 
-    def entries(self, at_BT: Tensor, from_BS: Tensor) -> Tensor:
-        """Return M_1GJTS of positions at_BT and from_BS: distances are the same in all rows."""
-        distance_TS = at_BT[0].unsqueeze(1) - from_BS[0]
-        seen_TS = (distance_TS >= 0) & (distance_TS < self.config.length)
-        coefficient_GJTS = self._wide()[:, :, distance_TS.clamp(0, self.config.length - 1)]
-        return torch.where(seen_TS, coefficient_GJTS, 0).unsqueeze(0)
+    def entries(self, at_BT: Tensor, from_BS: Tensor, signals: Signals) -> Tensor:
+        """Return M_BGJTS of positions at_BT and from_BS: distances are the same in all rows."""
+        distance_TS, coefficient_BGJL = at_BT[0].unsqueeze(1) - from_BS[0], self.coefficients(signals)
+        length = coefficient_BGJL.shape[-1]
+        index_TS = torch.where((distance_TS >= 0) & (distance_TS < length), distance_TS, length)
+        return F.pad(coefficient_BGJL, (0, 1))[..., index_TS]
 
-    def distances(self, length: int) -> Tensor:
-        """Return h_GJS at distances 0 .. length - 1."""
-        return self._wide()[..., :length]
+    def distances(self, length: int, signals: Signals) -> Tensor:
+        """Return h_BGJS at distances 0 .. length - 1."""
+        return self.coefficients(signals)[..., :length]
 
-    def _wide(self) -> Tensor:
-        return self.coefficient_GJL.to(torch.promote_types(self.coefficient_GJL.dtype, torch.float32))
+    def coefficients(self, signals: Signals) -> Tensor:
+        """Return c_BGJL in float32 or wider, at the first distances, of which the tokens that are read have no more."""
+        wide = torch.promote_types(self.coefficient_GJL.dtype, torch.float32)
+        return self.coefficient_GJL.to(wide).unsqueeze(0)

@@ -94,6 +94,7 @@ PAPERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "mixer": {
         "bilinear_btt": (KUANG,),
+        "bilinear_mlbtc": (KUANG,),
         "bilinear_mlr": (KUANG,),
         "head_hybrid": (TAN,),
         "linear": (KATHAROPOULOS,),
@@ -102,11 +103,14 @@ PAPERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "window": (BELTAGY,),
     },
     "mask": {
+        "banded": (DAO_GU,),
+        "block_diagonal": (DAO_GU,),
         "blocks": (ZHANG_MHLA,),
         "decay": (SUN,),
         "fourier": (DAO_GU,),
         "gates": (DAO_GU,),
         "hierarchical": (GUO,),
+        "input_toeplitz": (DAO_GU,),
         "ones": (KATHAROPOULOS,),
         "toeplitz": (DAO_GU, GUO),
         "toeplitz_blocks": (FARS,),
