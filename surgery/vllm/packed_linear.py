@@ -70,7 +70,7 @@ class Shard:
             return y
         parts = y.split(list(segments), -1) if segments else (y,)
         slices = [part.chunk(self.count, -1)[self.rank] for part in parts]
-        return slices[0] if len(slices) == 1 else torch.cat(slices, -1)
+        return slices[0].contiguous() if len(slices) == 1 else torch.cat(slices, -1)
 
 
 class Place(NamedTuple):
