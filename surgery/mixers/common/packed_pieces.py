@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.mixers.common.packed_documents import group_by_length
@@ -28,6 +29,8 @@ from surgery.mixers.padding import zero_outside
 
 if TYPE_CHECKING:
     from surgery.mixers.masks.base import MaskInputs
+
+CPU_PADDING = 64  # pieces that share a group on a CPU have fewer padding tokens each
 
 
 class WindowPlan(NamedTuple):
@@ -67,7 +70,8 @@ class ConvolutionPlan(NamedTuple):
 @dataclass(frozen=True)
 class PieceGroup:
     """Pieces of similar length as rows of a batch. index_D: their sequences. token_DU: token of each slot. real_DU: False
-    at padding, None without. start_D, count_D: tokens of each sequence before the piece, and in it.
+    at padding, None without. start_D, count_D: tokens of each sequence before the piece, and in it. max_start, max_seen:
+    the most tokens of a sequence before its piece, and after it.
     """
 
     index_D: Tensor
@@ -75,6 +79,8 @@ class PieceGroup:
     real_DU: Tensor | None
     start_D: Tensor
     count_D: Tensor
+    max_start: int
+    max_seen: int
 
     def to_rows(self, x: Tensor, dim: int, *, zeros: bool = False) -> Tensor:
         """Return (D, .., U, ..) of the packed row x (1, .., N, ..). dim: axis of N. zeros: at padding; else any token."""
@@ -82,7 +88,7 @@ class PieceGroup:
         rows = rows.movedim(dim - 1, 0)
         return zero_outside(rows, self.real_DU, dim) if zeros and self.real_DU is not None else rows
 
-    def mask_rows(self, row: MaskInputs, written_signals: Sequence[str], max_seen: int) -> MaskInputs:
+    def mask_rows(self, row: MaskInputs, written_signals: Sequence[str]) -> MaskInputs:
         """Return the inputs of a mask with the pieces as rows."""
         beta = row.beta_BGT
         return replace(
@@ -94,7 +100,7 @@ class PieceGroup:
             start_B=self.start_D,
             count_B=self.count_D,
             signals={n: self.to_rows(t, 1, zeros=n in written_signals) for n, t in row.signals.items()},
-            max_seen=max_seen,
+            max_seen=self.max_seen,
         )
 
 
@@ -204,32 +210,40 @@ class PackedPieces:
         )  # fmt: skip
 
     @cached_property
-    def _groups(self) -> tuple[tuple[PieceGroup, ...], Tensor, Tensor]:
-        """(groups; slot of each token among those of all groups; place of each sequence in the groups)."""
-        indices = group_by_length(self._count_R)
+    def _groups(self) -> tuple[tuple[PieceGroup, ...], Tensor]:
+        """(groups of the pieces with tokens; slot of each token among those of all groups)."""
+        with_tokens = self._count_R.nonzero().squeeze(1)
+        count_D = self._count_R[with_tokens]
+        if self.device.type == "cuda":
+            indices = group_by_length(count_D)
+        else:
+            chunks_D = (count_D + CPU_PADDING - 1) // CPU_PADDING
+            indices = [(chunks_D == n).nonzero().squeeze(1) for n in chunks_D.unique().tolist()]
+        indices = [with_tokens[index] for index in indices]
         tables, slot_N, before = [], torch.empty(self.length, dtype=torch.long), 0
         for index_D in indices:
             count_D1 = self._count_R[index_D].unsqueeze(1)
-            slot_U = torch.arange(max(1, int(count_D1.max())))
+            slot_U = torch.arange(int(count_D1.max()))
             real_DU = slot_U < count_D1
-            token_DU = self._first_R[index_D].unsqueeze(1) + slot_U.minimum((count_D1 - 1).clamp_min(0))
+            token_DU = self._first_R[index_D].unsqueeze(1) + slot_U.minimum(count_D1 - 1)
             slot_N[token_DU[real_DU]] = before + real_DU.flatten().nonzero().squeeze(1)
             before += real_DU.numel()
             starts = self._seen_R[index_D], self._count_R[index_D]
-            tables += [index_D, token_DU.clamp_max(max(0, self.length - 1)), real_DU.long(), *starts]
-        place_R = torch.cat(indices).argsort()
-        *sent, slot_N, place_R = send([*tables, slot_N, place_R], self.device)
+            tables += [index_D, token_DU, real_DU.long(), *starts]
+        *sent, slot_N = send([*tables, slot_N], self.device)
         groups = []
         for i, index_D in enumerate(indices):
             index, token_DU, real_DU, start_D, count_D = sent[5 * i : 5 * i + 5]
             pads = bool((self._count_R[index_D] < token_DU.shape[1]).any())
-            groups.append(PieceGroup(index, token_DU, real_DU.bool() if pads else None, start_D, count_D))
-        return tuple(groups), slot_N, place_R
+            real = real_DU.bool() if pads else None
+            most = int(self._seen_R[index_D].max()), int((self._seen_R + self._count_R)[index_D].max())
+            groups.append(PieceGroup(index, token_DU, real, start_D, count_D, *most))
+        return tuple(groups), slot_N
 
     @property
     def groups(self) -> tuple[PieceGroup, ...]:
-        """The pieces in groups of similar length: together at most twice as many slots as tokens, or lengths within a
-        factor of two."""
+        """The pieces with tokens in groups of similar length: on a GPU at most twice as many slots as tokens, or lengths within
+        a factor of two; elsewhere lengths of as many chunks, because more padding costs more than more calls."""
         return self._groups[0]
 
     def join_tokens(self, outs: Sequence[Tensor], dim: int) -> Tensor:
@@ -237,9 +251,14 @@ class PackedPieces:
         flat = torch.cat([out.movedim(0, dim - 1).flatten(dim - 1, dim) for out in outs], dim - 1)
         return flat.index_select(dim - 1, self._groups[1]).unsqueeze(0)
 
-    def join_states(self, states: Sequence[Tensor]) -> Tensor:
-        """Return the states (R, ..) in the order of the sequences, of the groups' states (D, ..)."""
-        return torch.cat(list(states)).index_select(0, self._groups[2])
+    def join_states(self, states: Sequence[Tensor], first: Tensor) -> Tensor:
+        """Return the states (R, n, ..) after the pieces, of the groups' states (D, n, ..), whose n may differ. first: states
+        before, which sequences without tokens keep."""
+        most, sums = max(t.shape[1] for t in (first, *states)), [first, *states]
+        joined, *grown = (F.pad(t, (0, 0) * (t.dim() - 2) + (0, most - t.shape[1])) for t in sums)
+        for group, t in zip(self.groups, grown, strict=True):
+            joined = joined.to(t.dtype).index_copy(0, group.index_D, t)
+        return joined
 
 
 def _column(count: int) -> Tensor:

@@ -116,11 +116,11 @@ class Mask(MethodModule):
         """
         outs, states = [], []
         for group in pieces.groups:
-            rows = group.mask_rows(row, self.written_signals, pieces.max_seen)
+            rows = group.mask_rows(row, self.written_signals)
             out_BGJTV, after = self.chunked(rows, {n: t[group.index_D] for n, t in state.items()}, chunk)
             outs.append(out_BGJTV)
             states.append(after or {})
-        return pieces.join_tokens(outs, 3), {n: pieces.join_states([s[n] for s in states]) for n in state}
+        return pieces.join_tokens(outs, 3), {n: pieces.join_states([s[n] for s in states], t) for n, t in state.items()}
 
     def step(self, rows: MaskInputs, state: MaskState) -> tuple[Tensor, MaskState]:
         """Return (out_BGJTV, state after the token) for one token per row (T = 1)."""

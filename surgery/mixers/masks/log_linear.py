@@ -586,7 +586,8 @@ def log_linear_packed(
 ) -> tuple[Tensor, Tensor]:
     """Return (out_BGJTV, buckets after the pieces) of pieces of S sequences in one row (B = 1).
 
-    Arguments as in `log_linear`. buckets_SLGFV: state of each sequence before its piece.
+    Arguments as in `log_linear`. buckets_SLGFV: state of each sequence before its piece. levels: upper bound of the
+    number of buckets after the pieces.
     """
     outs, lasts = [], []
     for group in pieces.groups:
@@ -596,14 +597,14 @@ def log_linear_packed(
             *(group.to_rows(q_BGJTF, 3), k, v, beta, gates, group.to_rows(level_BTGJL, 1)),
             start_B=group.start_D,
             count_B=group.count_D,
-            buckets_BLGFV=buckets_SLGFV[group.index_D],
+            buckets_BLGFV=buckets_SLGFV[group.index_D, : group.max_start.bit_length()],  # the others are zeros
             chunk=chunk,
-            levels=levels,
+            levels=group.max_seen.bit_length(),
         )
         assert after is not None  # buckets are given
         outs.append(out)
         lasts.append(after)
-    return pieces.join_tokens(outs, 3), pieces.join_states(lasts)
+    return pieces.join_tokens(outs, 3), pieces.join_states(lasts, buckets_SLGFV)
 
 
 @dispatched

@@ -232,7 +232,7 @@ def semiseparable_packed(
         out, last = semiseparable(*tokens, first_BRGFV=first_SRGFV[group.index_D], chunk=chunk)
         outs.append(out)
         lasts.append(last)
-    return pieces.join_tokens(outs, 3), pieces.join_states(lasts)
+    return pieces.join_tokens(outs, 3), pieces.join_states(lasts, first_SRGFV)
 
 
 def _semiseparable_span(
