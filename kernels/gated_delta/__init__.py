@@ -34,7 +34,8 @@ from surgery.kernels.packages.adapters import GATED_DELTA_KERNELS
 from surgery.kernels.packages.chunked import with_packages
 from surgery.kernels.packages.heads_last import RowTensors
 from surgery.kernels.tuning import TOKENS_READER, is_fastest
-from surgery.mixers.masks.semiseparable import semiseparable
+from surgery.mixers.common.packed_pieces import PackedPieces
+from surgery.mixers.masks.semiseparable import semiseparable, semiseparable_packed
 
 
 def _make_sizes(tensors: tuple[Any, ...], ends: Tensor | None, chunk: int) -> DeltaSizes:
@@ -121,12 +122,39 @@ def semiseparable_delta(
     first_BRGFV: Tensor | None,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """`semiseparable` with beta, one component after the other: components have separate states."""
+    """`semiseparable` with beta."""
+    return _mix_components((q, k, v, beta, gates, weight), first_BRGFV, None, chunk)
+
+
+@register_kernel(semiseparable_packed, accepts=_accepts, is_faster=is_fastest("gates delta", TOKENS_READER))
+def semiseparable_packed_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gates: Tensor,
+    weight: Tensor | None,
+    *,
+    first_SRGFV: Tensor,
+    pieces: PackedPieces,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """`semiseparable_packed` with beta."""
+    return _mix_components((q, k, v, beta, gates, weight), first_SRGFV, pieces.cu_seqlens, chunk)
+
+
+def _mix_components(
+    tokens: tuple[Any, ...], first_BRGFV: Tensor | None, cu_seqlens: Tensor | None, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Return (out, last) of one component after the other: components have separate states."""
+    q, k, v, beta, gates, weight = tokens
     outs, lasts = [], []
     gates = gates if weight is None else gates.expand(-1, len(weight), -1, -1)
     for r, gates_BGT in enumerate(gates.unbind(1)):
         first_BGFV = None if first_BRGFV is None else first_BRGFV[:, r]
-        out, last = gated_delta(q, k, v, beta, gates_BGT, first_BGFV, chunk=min(chunk, DEFAULT_CHUNK))
+        out, last = gated_delta(
+            q, k, v, beta, gates_BGT, first_BGFV, cu_seqlens=cu_seqlens, chunk=min(chunk, DEFAULT_CHUNK)
+        )  # fmt: skip
         outs.append(out if weight is None else out * weight[r, :, :, None, None].to(out.dtype))
         lasts.append(last)
     return sum(outs[1:], outs[0]), torch.stack(lasts, 1)

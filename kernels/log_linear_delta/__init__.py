@@ -36,7 +36,8 @@ from surgery.kernels.kernel_tensors import unit_last_stride
 from surgery.kernels.log_linear_delta.boundary import BoundaryChunk, RowTokens, final_buckets
 from surgery.kernels.log_linear_delta.plan import LogLinearDeltaPlan
 from surgery.kernels.tuning import TOKENS_READER, is_fastest
-from surgery.mixers.masks.log_linear import levels_after, log_linear
+from surgery.mixers.common.packed_pieces import PackedPieces
+from surgery.mixers.masks.log_linear import levels_after, log_linear, log_linear_packed
 
 ALL_LEVELS = MAX_LEVELS  # `top` of calls in which no bit of a chunk's number may be dropped
 
@@ -131,9 +132,9 @@ def run_with_buckets(
     """Return (out_BGJTV, the buckets behind the tokens (B, levels, G, K, V)).
 
     The kernels compute buckets of whole chunks; smaller buckets are plain torch
-    (kernels/log_linear_delta/boundary.py).
+    (kernels/log_linear_delta/boundary.py). Rows with `cu_seqlens` are pieces of one row of tokens.
     """
-    q, k, v, beta, gates, level_BTGJL, start_B, count_B = rows
+    q, k, v, beta, gates, level_BTGJL, start_B, count_B, _ = rows
     T, end_B, buckets = v.shape[2], start_B + count_B, buckets_BLGKV.float()
     C = limit_chunk(v, chunk)
     bits, high = C.bit_length() - 1, max(0, levels - C.bit_length() + 1)
@@ -143,7 +144,7 @@ def run_with_buckets(
     resumed = F.pad(buckets[:, bits:], (0, 0, 0, 0, 0, 0, 0, high - buckets[:, bits:].shape[1]))
     inputs = unit_last_stride(q), unit_last_stride(k), unit_last_stride(v), beta, gates, level_BTGJL
     at_ends = resumed.transpose(0, 1).contiguous(), low_BlGKV.sum(1), end_B
-    out, after = LOG_LINEAR_DELTA_OP((*inputs, *at_ends), (start_B, None, chunk, high, ALL_LEVELS))
+    out, after = LOG_LINEAR_DELTA_OP((*inputs, *at_ends), (start_B, rows.cu_seqlens, chunk, high, ALL_LEVELS))
     last = BoundaryChunk.from_tokens(rows, end_B >> bits, end_B % C, bits)
     passed_buckets = last.buckets_after() + final_buckets(first, low_BlGKV, end_B, at_B)
     out = out + first.read_buckets(low, T).to(out.dtype) if low.shape[1] else out
@@ -177,3 +178,24 @@ def log_linear_delta_triton(
         rows = RowTokens(q, k, v, beta, gates, level, start_B, count_B)
         return run_with_buckets(rows, buckets_BLGFV, min(chunk, DEFAULT_CHUNK), levels)
     return log_linear_delta(q, k, v, beta, gates, level, start_B=start_B, chunk=min(chunk, DEFAULT_CHUNK)), None
+
+
+@register_kernel(log_linear_packed, accepts=_accepts, is_faster=is_fastest("hierarchical delta", TOKENS_READER))
+def log_linear_packed_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gates: Tensor,
+    level: Tensor,
+    *,
+    buckets_SLGFV: Tensor,
+    pieces: PackedPieces,
+    chunk: int,
+    levels: int,
+) -> tuple[Tensor, Tensor]:
+    """`log_linear_packed` with beta."""
+    gates, groups = gates.expand(v.shape[:3]), v.shape[1]
+    q, k = q.expand(-1, groups, -1, -1, -1), k.expand(-1, groups, -1, -1)
+    rows = RowTokens(q, k, v, beta, gates, level, pieces.seen_R, pieces.count_R, pieces.cu_seqlens)
+    return run_with_buckets(rows, buckets_SLGFV, min(chunk, DEFAULT_CHUNK), levels)

@@ -23,7 +23,7 @@ from surgery.mixers.masks.log_linear_chunked import bit_length
 
 class RowTokens(NamedTuple):
     """Inputs of a call that resumes from buckets. start_B: position of each row's first token; count_B: tokens of the
-    row.
+    row. cu_seqlens: borders (B + 1,) if the rows are pieces that lie one after another in one row of tokens.
     """
 
     q_BGJTF: Tensor
@@ -34,6 +34,7 @@ class RowTokens(NamedTuple):
     level_BTGJL: Tensor
     start_B: Tensor
     count_B: Tensor
+    cu_seqlens: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,10 @@ class BoundaryChunk:
     """One chunk of each row.
 
     Attributes:
-        token_BC: the token in each slot, T if the slot has none.
+        token_BC: the token in each slot, T if the slot has none; of the row of all pieces, if they lie in one.
         slot_B: slot of the row's first token, or the slot behind its last one.
         bits: log2 of the chunk.
+        packed: whether the rows are pieces of one row of tokens.
     """
 
     scores: ChunkScores
@@ -53,6 +55,7 @@ class BoundaryChunk:
     token_BC: Tensor
     slot_B: Tensor
     bits: int
+    packed: bool
 
     @classmethod
     def from_tokens(
@@ -61,10 +64,12 @@ class BoundaryChunk:
         """Gather the chunk of absolute number at_B of each row."""
         at_BC = (at_B << bits).unsqueeze(1) + torch.arange(1 << bits, device=at_B.device) - rows.start_B.unsqueeze(1)
         length = rows.v_BGTV.shape[2]
-        token_BC = torch.where((at_BC >= 0) & (at_BC < rows.count_B.unsqueeze(1)), at_BC, length)
+        place_BC = at_BC if rows.cu_seqlens is None else at_BC + rows.cu_seqlens[:-1].unsqueeze(1)
+        token_BC = torch.where((at_BC >= 0) & (at_BC < rows.count_B.unsqueeze(1)), place_BC, length)
         q, k, v, beta, gates = (_gather_tokens(x, token_BC, -2 if x.dim() > 3 else -1) for x in rows[:5])
         level_BCGJL = _gather_tokens(rows.level_BTGJL, token_BC, 1)
-        return cls(chunk_scores(q, k, beta), v, gates, level_BCGJL.permute(0, 2, 3, 1, 4), token_BC, slot_B, bits)
+        level_BGJCL, packed = level_BCGJL.permute(0, 2, 3, 1, 4), rows.cu_seqlens is not None
+        return cls(chunk_scores(q, k, beta), v, gates, level_BGJCL, token_BC, slot_B, bits, packed)
 
     @property
     def fade_BGC(self) -> Tensor:
@@ -80,15 +85,20 @@ class BoundaryChunk:
         return torch.maximum(differs_BC1, torch.arange(1, low + 1, device=self.slot_B.device))
 
     def read_buckets(self, low_BlGFV: Tensor, length: int) -> Tensor:
-        """Return what the tokens read of the buckets, (B, G, J, T, V), zeros outside the chunk. length: T."""
+        """Return what the tokens read of the buckets, (B, G, J, T, V), zeros outside the chunks; (1, G, J, T, V) of pieces of
+        one row. length: T."""
         index_BCl = self.read_levels(low_BlGFV.shape[1]).clamp_max(self.level_BGJCL.shape[-1] - 1)
         shape = (*self.level_BGJCL.shape[:-1], index_BCl.shape[-1])
         lambda_BGJCl = self.level_BGJCL.gather(-1, index_BCl[:, None, None].expand(shape))
         seen_BlGJCV = self.scores.read_xJCF.unsqueeze(1) @ low_BlGFV.unsqueeze(3)
         weight_BGJCl = lambda_BGJCl * self.fade_BGC[:, :, None, :, None]
         seen_BGJCV = torch.einsum("bgjcl,blgjcv->bgjcv", weight_BGJCl, seen_BlGJCV)
+        token_BC = self.token_BC
+        if self.packed:
+            seen_BGJCV = seen_BGJCV.movedim(0, 2).flatten(2, 3).unsqueeze(0)
+            token_BC = token_BC.reshape(1, -1)
         every = seen_BGJCV.new_zeros(*seen_BGJCV.shape[:3], length + 1, seen_BGJCV.shape[-1])
-        index = self.token_BC[:, None, None, :, None].expand_as(seen_BGJCV)
+        index = token_BC[:, None, None, :, None].expand_as(seen_BGJCV)
         return every.scatter_add(3, index, seen_BGJCV)[..., :length, :]
 
     def carry_buckets(self, low_BlGFV: Tensor) -> Tensor:

@@ -37,7 +37,8 @@ from surgery.kernels.ssd.layout import (
 from surgery.kernels.ssd.output import launch_read
 from surgery.kernels.ssd.states import launch_pass_backward, launch_pass_forward
 from surgery.kernels.tuning import TOKENS_READER, is_fastest
-from surgery.mixers.masks.semiseparable import semiseparable
+from surgery.mixers.common.packed_pieces import PackedPieces
+from surgery.mixers.masks.semiseparable import semiseparable, semiseparable_packed
 
 
 def _make_table(
@@ -135,8 +136,34 @@ def semiseparable_ssd(
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
     """`semiseparable` with one component, whose weight multiplies the output."""
-    first = None if first_BRGFV is None else first_BRGFV.squeeze(1)
-    out_BGJTV, last = ssd(q_BGJTF, k_BGTF, v_BGTV, gates_BRGT.squeeze(1), first, chunk=chunk)
+    tokens = q_BGJTF, k_BGTF, v_BGTV, gates_BRGT, weight_RGJ
+    return _mix_one_component(tokens, first_BRGFV, None, chunk)
+
+
+@register_kernel(semiseparable_packed, accepts=_accepts, is_faster=is_fastest("gates", TOKENS_READER))
+def semiseparable_packed_ssd(
+    q_BGJTF: Tensor,
+    k_BGTF: Tensor,
+    v_BGTV: Tensor,
+    beta_BGT: Tensor | None,
+    gates_BRGT: Tensor,
+    weight_RGJ: Tensor | None,
+    *,
+    first_SRGFV: Tensor,
+    pieces: PackedPieces,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """`semiseparable_packed` with one component, whose weight multiplies the output."""
+    tokens = q_BGJTF, k_BGTF, v_BGTV, gates_BRGT, weight_RGJ
+    return _mix_one_component(tokens, first_SRGFV, pieces.cu_seqlens, chunk)
+
+
+def _mix_one_component(
+    tokens: tuple[Any, ...], first_BRGFV: Tensor | None, cu_seqlens: Tensor | None, chunk: int
+) -> tuple[Tensor, Tensor]:
+    q_BGJTF, k_BGTF, v_BGTV, gates_BRGT, weight_RGJ = tokens
+    first, gates_BGT = None if first_BRGFV is None else first_BRGFV.squeeze(1), gates_BRGT.squeeze(1)
+    out_BGJTV, last = ssd(q_BGJTF, k_BGTF, v_BGTV, gates_BGT, first, cu_seqlens=cu_seqlens, chunk=chunk)
     if weight_RGJ is not None:
         out_BGJTV = out_BGJTV * weight_RGJ[0, :, :, None, None].to(out_BGJTV.dtype)
     return out_BGJTV, last.unsqueeze(1)

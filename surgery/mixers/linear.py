@@ -43,6 +43,7 @@ from surgery.mixers.common.bidirectional import bidirectional_output, dense_outp
 from surgery.mixers.common.linear_features import FeaturePlan, l2_normalize, linear_features
 from surgery.mixers.common.meta_weights import EmptyOnMeta
 from surgery.mixers.common.near_chunks import ChunkBuffer, chunk_attention
+from surgery.mixers.common.packed_pieces import PackedPieces, WindowPlan
 from surgery.mixers.common.rope import apply_rope
 from surgery.mixers.common.window_hybrid import (
     LocalOutput,
@@ -52,6 +53,7 @@ from surgery.mixers.common.window_hybrid import (
     join_and_gate,
     join_branches,
     local_attention,
+    oldest_first,
 )
 from surgery.mixers.features.base import FEATURES
 from surgery.mixers.layers import HeadNorm, OutputGate, ShortConvolution
@@ -66,7 +68,7 @@ from surgery.mixers.linear_config import (
     resolve_rope,
 )
 from surgery.mixers.masks.base import MASKS, MaskInputs, Signals
-from surgery.mixers.padding import Unpadder, shift_rows
+from surgery.mixers.padding import Unpadder, gather_rowwise, shift_rows
 from surgery.mixers.projections import Float32Linear, autocast_disabled, is_hooked
 
 # Applies the mask: (out_BGJTV, state of the mask after the tokens, or None without a state).
@@ -170,6 +172,13 @@ class LinearMixer(Mixer):
             return written
         return {**written, "beta": self.config.largest_step * self.beta_proj(x_BTD).sigmoid()}
 
+    def _written_tokens(self, tokens: ProjectedTokens, signals: Signals) -> Tensors:
+        """Return what the tokens write to window and mask, (B, T, ..): keys, values and written signals."""
+        written = {"k": tokens.window_k_BTGK, "v": tokens.v_BTGV, **self._written_signals(tokens.x_BTD, signals)}
+        if self.rope in TWO_FORMS:
+            written["linear_k"] = tokens.k_BTGK[..., : self.shape.key]
+        return written
+
     # -- forward pass --------------------------------------------------------------------------------
     def mix(self, inputs: MixerInputs, state: MixerState | None = None) -> tuple[Tensor, MixerState | None]:
         """Return (out_BHTV, state after these tokens, or None without a state)."""
@@ -180,6 +189,94 @@ class LinearMixer(Mixer):
         if not self.shape.causal:
             raise SurgeryError("linear: bidirectional attention has no state; call mix without one")
         return (one_token if inputs.x_BTD.shape[1] == 1 else mix_tokens)(inputs.q_BHTK, self, inputs, state)
+
+    def mix_packed(self, inputs: MixerInputs, pieces: PackedPieces, state: MixerState) -> tuple[Tensor, MixerState]:
+        """Return (out_BHTV, state after these tokens) of pieces of R sequences in one row (B = 1) without padding.
+
+        state: of the R sequences before their pieces. The tensors of one sequence are read and written as `mix` does;
+        nothing waits for the device.
+        """
+        assert not isinstance(self.window_buffer, ChunkBuffer), "near_tokens: chunks has no packed form; call mix"
+        with autocast_disabled(inputs.x_BTD.device):
+            tokens, after = self.project_tokens(inputs, state, pieces)
+            signals = self.mask("signals", tokens.x_BTD)
+            written, local, far, query_L = self._written_tokens(tokens, signals), None, pieces, None
+            if self.window_buffer is not None:
+                window, sinks, slots = self.config.window, self.config.sinks, self.window_buffer.slots
+                plan = pieces.window_plan(window, sinks, slots, max(window, 64))
+                local, stored, rings = self._window_of_pieces(tokens, written, state, plan)
+                after.update(rings)
+                written = {name: t[plan.far_written_L].unsqueeze(0) for name, t in stored.items()}
+                far, query_L = pieces.behind(window + sinks), plan.far_query_L
+            before = {n.removeprefix("mask."): t for n, t in state.tensors.items() if n.startswith("mask.")}
+            linear_BGJTV, mask_state = self._branch_of_pieces(tokens, written, signals, (pieces, far, query_L), before)
+            after.update({f"mask.{name}": t for name, t in mask_state.items()})
+            out_BTHV = self._combine(linear_BGJTV, local, tokens.x_BTD, inputs.v_BGTV.dtype)
+        seen_R = state.seen_B + pieces.count_R
+        return out_BTHV.transpose(1, 2).to(inputs.v_BGTV.dtype), MixerState(seen_R, after, pieces.max_seen)
+
+    def _window_of_pieces(
+        self, tokens: ProjectedTokens, written: Tensors, state: MixerState, plan: WindowPlan
+    ) -> tuple[LocalOutput, Tensors, Tensors]:
+        """Return (softmax branch of the row, its tokens behind those of all rings, rings and sinks after the pieces).
+
+        A block of queries is a row of its own, with the last tokens before it and the sinks of its sequence.
+        """
+        oldest_RS, stored, after = oldest_first(state.seen_B, plan.ring_RS.shape[1]), {}, {}
+        for name, t in written.items():
+            ring_RS = gather_rowwise(state.tensors[f"ring.{name}"].to(t.dtype), oldest_RS, dim=1)
+            stored[name] = torch.cat([ring_RS.flatten(0, 1), t.squeeze(0)])
+            after[f"ring.{name}"] = stored[name][plan.ring_RS]
+        for name in "kv":
+            t = written[name].squeeze(0)
+            old = state.tensors[f"sink.{name}"].to(t.dtype).flatten(0, 1)
+            after[f"sink.{name}"] = torch.cat([old, t, torch.zeros_like(t[:1])])[plan.sink_RK]
+        blocks = self._local_attention(
+            tokens.window_q_BTHK[0, plan.query_XC],
+            {name: stored[name][plan.recent_XY] for name in "kv"},
+            {name: after[f"sink.{name}"][plan.request_X] for name in "kv"},
+            plan.seen_X,
+            plan.query_XC.shape[1],
+        )
+        parts = (None if t is None else t.movedim(0, 2).flatten(2, 3)[:, :, plan.slot_N].unsqueeze(0) for t in blocks)
+        return LocalOutput(*parts), stored, after  # type: ignore[arg-type]  # `out` is no None
+
+    def _branch_of_pieces(
+        self,
+        tokens: ProjectedTokens,
+        written: Tensors,
+        signals: Signals,
+        where: tuple[PackedPieces, PackedPieces, Tensor | None],
+        state: Tensors,
+    ) -> tuple[Tensor, Tensors]:
+        """Return (out_BGJTV of the linear branch, state of the mask).
+
+        where: (all tokens, those whose queries read a state, as pieces; their numbers, None for all). written: of the
+        latter.
+        """
+        pieces, far, query_L = where
+        position_N = pieces.position_N
+        if query_L is not None:
+            position_N = position_N[query_L]
+            signals = {name: t[:, query_L] for name, t in signals.items()}
+            tokens = replace(tokens, q_BTHK=tokens.q_BTHK[:, query_L])
+        shape, heads = self.linear_shape, self.shape.heads // self.linear_shape.groups
+        values = self.shape.value + self.config.normalise
+        dtype = accumulation_dtype(tokens.v_BTGV)
+        zeros = tokens.v_BTGV.new_zeros(1, shape.groups, heads, pieces.length, values, dtype=dtype)
+        if not far.length:
+            return zeros, state
+        unpadder = Unpadder.from_mask(None, 1, far.length, position_N.device)
+        position_BT, zero_B = position_N.unsqueeze(0), torch.zeros_like(position_N[:1])
+        tokens = replace(tokens, unpadder=unpadder)
+        positions = position_BT, position_BT - self.config.window
+        row = self._assemble_inputs(tokens, written, signals, zero_B, *positions)
+        matmul_row = to_matmul_dtype(row, tokens.v_BTGV)
+        out_BGJTV, after = self.mask("packed", matmul_row, far, state, self.config.chunk)
+        out_BGJTV = self.mask.sum_queries(out_BGJTV.to(row.v_BGTV.dtype))
+        if query_L is not None and far.length < pieces.length:
+            out_BGJTV = zeros.index_copy(3, query_L, out_BGJTV)
+        return out_BGJTV, after
 
     @torch.no_grad()
     def step_in_pool(self, inputs: MixerInputs, seen_B: Tensor, pool: Tensors, page_B: Tensor) -> Tensor:
@@ -217,9 +314,7 @@ class LinearMixer(Mixer):
         assert self.window_buffer is not None
         window, sinks, slots = self.config.window, self.config.sinks, self.window_buffer.slots
         signals = self.mask("signals", tokens.x_BTD)
-        new = {"k": tokens.window_k_BTGK, "v": tokens.v_BTGV, **self._written_signals(tokens.x_BTD, signals)}
-        if self.rope in TWO_FORMS:
-            new["linear_k"] = tokens.k_BTGK[..., : self.shape.key]
+        new = self._written_tokens(tokens, signals)
         plan, leaving = ring_plan(tuple(seen_B.tolist()), window, sinks, slots, seen_B.device), {}
         for name, t in new.items():
             ring = pool[f"ring.{name}"]
@@ -315,11 +410,7 @@ class LinearMixer(Mixer):
         # Only in training: kernels are compiled for a number of levels, and rows of inference have many lengths.
         length = inputs.x_BTD.shape[1] if stateless and torch.is_grad_enabled() else None
         signals = self.mask("signals", tokens.x_BTD, length)
-        written = {"k": tokens.window_k_BTGK, "v": tokens.v_BTGV, **self._written_signals(tokens.x_BTD, signals)}
-        if self.rope in TWO_FORMS:
-            written["linear_k"] = tokens.k_BTGK[
-                ..., : self.shape.key
-            ]  # the other form of `both` is the window's own key
+        written = self._written_tokens(tokens, signals)
         if buffer is not None and stateless and first:
             recent = buffer.recent_first_tokens(written)
             # Slices of the padded tokens, so that the backward pass keeps one copy of keys and values.
@@ -421,9 +512,14 @@ class LinearMixer(Mixer):
         )
         return apply(replace(rows, max_seen=length - start))
 
-    def project_tokens(self, inputs: MixerInputs, past: MixerState) -> tuple[ProjectedTokens, Tensors]:
-        """Return (unpadded and convolved tokens with q and k of both branches, state of the convolution after them)."""
-        tokens, after = self._convolved_tokens(inputs, past)
+    def project_tokens(
+        self, inputs: MixerInputs, past: MixerState, pieces: PackedPieces | None = None
+    ) -> tuple[ProjectedTokens, Tensors]:
+        """Return (unpadded and convolved tokens with q and k of both branches, state of the convolution after them).
+
+        pieces: of several sequences, if the tokens are those of one row.
+        """
+        tokens, after = self._convolved_tokens(inputs, past, pieces)
         if self.rope not in TWO_FORMS:
             return tokens, after
         cos_BTR, sin_BTR = self._rotation(inputs, tokens)
@@ -434,7 +530,9 @@ class LinearMixer(Mixer):
         both_q, both_k = torch.cat([tokens.q_BTHK, q], dim=-1), torch.cat([tokens.k_BTGK, k], dim=-1)
         return replace(tokens, q_BTHK=both_q, k_BTGK=both_k), after
 
-    def _convolved_tokens(self, inputs: MixerInputs, past: MixerState) -> tuple[ProjectedTokens, Tensors]:
+    def _convolved_tokens(
+        self, inputs: MixerInputs, past: MixerState, pieces: PackedPieces | None = None
+    ) -> tuple[ProjectedTokens, Tensors]:
         """Return (unpadded and convolved tokens with q and k as given, state of the convolution after them)."""
         x_BTD, heads = inputs.x_BTD, (inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV)
         unpadder = Unpadder.from_mask(inputs.valid_BT, x_BTD.shape[0], x_BTD.shape[1], x_BTD.device)
@@ -443,10 +541,24 @@ class LinearMixer(Mixer):
         if self.convolution is None:
             return ProjectedTokens(q, k, v, x_BTD, unpadder, q, k), {}
         channels_BTC = torch.cat([t.flatten(2) for t in (q, k, v)], dim=-1)
-        channels_BTC, past_BWC = self.convolution(channels_BTC, past.tensors["convolution"], unpadder)
+        if pieces is None:
+            channels_BTC, past_BWC = self.convolution(channels_BTC, past.tensors["convolution"], unpadder)
+        else:
+            channels_BTC, past_BWC = self._convolve_packed(channels_BTC, past.tensors["convolution"], pieces)
         parts = channels_BTC.split([t.shape[2] * t.shape[3] for t in (q, k, v)], dim=-1)
         q, k, v = (convolved.view_as(t) for convolved, t in zip(parts, (q, k, v)))
         return ProjectedTokens(q, k, v, x_BTD, unpadder, q, k), {"convolution": past_BWC}
+
+    def _convolve_packed(self, x_BTC: Tensor, past_RPC: Tensor, pieces: PackedPieces) -> tuple[Tensor, Tensor]:
+        """Return (convolved tokens of pieces in one row, last inputs of each sequence): each piece stands behind the last
+        inputs of its sequence, whose outputs are dropped."""
+        plan, dtype = pieces.convolution_plan(past_RPC.shape[1]), torch.promote_types(x_BTC.dtype, past_RPC.dtype)
+        stored_SC = torch.cat([past_RPC.flatten(0, 1).to(dtype), x_BTC.squeeze(0).to(dtype)])
+        all_BMC = stored_SC[plan.source_M].unsqueeze(0)
+        unpadder = Unpadder.from_mask(None, 1, all_BMC.shape[1], all_BMC.device)
+        assert self.convolution is not None
+        y_BMC, _ = self.convolution(all_BMC, past_RPC.new_zeros(1, *past_RPC.shape[1:]), unpadder)
+        return y_BMC[:, plan.place_N].to(x_BTC.dtype), stored_SC[plan.last_RP]
 
     def _rotation(self, inputs: MixerInputs, tokens: ProjectedTokens) -> tuple[Tensor, Tensor]:
         """Return cos and sin (B, T, R) of the unpadded tokens."""
@@ -466,12 +578,18 @@ class LinearMixer(Mixer):
         window if there is a softmax branch.
         """
         position_BT = token_positions(tokens, seen_B)
-        return self._assemble_inputs(tokens, written, signals, seen_B, position_BT - self.config.window)
+        return self._assemble_inputs(tokens, written, signals, seen_B, position_BT, position_BT - self.config.window)
 
     def _assemble_inputs(
-        self, tokens: ProjectedTokens, written: Tensors, signals: Signals, seen_B: Tensor, written_BL: Tensor
+        self,
+        tokens: ProjectedTokens,
+        written: Tensors,
+        signals: Signals,
+        seen_B: Tensor,
+        position_BT: Tensor,
+        written_BL: Tensor,
     ) -> MaskInputs:
-        """Return the inputs of the mask of T queries and L written tokens at positions written_BL."""
+        """Return the inputs of the mask of T queries at positions position_BT and L written tokens at written_BL."""
         dtype, root = accumulation_dtype(tokens.q_BTHK), self.shape.scaling**0.5
         copies = self.linear_shape.groups // self.shape.groups
         k = written.get("linear_k", written["k"])
@@ -481,7 +599,7 @@ class LinearMixer(Mixer):
         k_BGTF = self.feature_map("keys", k.transpose(1, 2).to(dtype) * root, written_BL)
         if self.beta_proj is not None:
             k_BGTF = l2_normalize(k_BGTF)
-        q_BGJTF = self._query_features(tokens, seen_B)
+        q_BGJTF = self._query_features(tokens, position_BT)
         count_B, dtype = tokens.unpadder.count_B, accumulation_dtype(written["v"])
         return self._mask_rows(q_BGJTF, k_BGTF, written, signals, seen_B, count_B, dtype=dtype)
 
@@ -513,10 +631,10 @@ class LinearMixer(Mixer):
             signals={name: written.get(name, t) for name, t in signals.items()},
         )
 
-    def _query_features(self, tokens: ProjectedTokens, seen_B: Tensor) -> Tensor:
-        """Return the features of the queries, (B, G, J, T, F)."""
+    def _query_features(self, tokens: ProjectedTokens, position_BT: Tensor) -> Tensor:
+        """Return the features of the queries at these positions, (B, G, J, T, F)."""
         q_BHTK = tokens.q_BTHK.transpose(1, 2).to(accumulation_dtype(tokens.q_BTHK)) * self.shape.scaling**0.5
-        q_BHTF = self.feature_map("queries", q_BHTK, token_positions(tokens, seen_B))
+        q_BHTF = self.feature_map("queries", q_BHTK, position_BT)
         q_BHTF = q_BHTF if self.beta_proj is None else l2_normalize(q_BHTF)
         q_BGJTF: Tensor = q_BHTF.unflatten(1, (self.linear_shape.groups, -1))
         return q_BGJTF
@@ -540,12 +658,15 @@ class LinearMixer(Mixer):
         ends_block_B = buffer.far_tokens_of_rows(seen_B + tokens.unpadder.count_B) > far_B
         out_BGJTV: Tensor
         if before and length == 1 and not bool(ends_block_B.any()):
-            q_BGJTF, signals = self.mask("expand_queries", self._query_features(tokens, seen_B), signals)
+            q_BGJTF = self._query_features(tokens, token_positions(tokens, seen_B))
+            q_BGJTF, signals = self.mask("expand_queries", q_BGJTF, signals)
             out_BGJTV = self.mask("read", q_BGJTF, far_B, signals, before)
             return out_BGJTV, before
         entries = length if past.max_seen == 0 else length + buffer.window - 1
         written, position_BL = buffer.written_tokens(queue, seen_B, entries)
-        rows = replace(self._assemble_inputs(tokens, written, signals, seen_B, position_BL), max_seen=max_seen)
+        query_BT = token_positions(tokens, seen_B)
+        rows = self._assemble_inputs(tokens, written, signals, seen_B, query_BT, position_BL)
+        rows = replace(rows, max_seen=max_seen)
         names = self.mask.written_signals
         rows, place_B = buffer.align_queries(rows, [name for name in rows.signals if name not in names])
         out_BGJTV, mask_state = apply(zero_padding_writes(rows, names))

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
-from vllm.distributed import get_pp_group, get_tensor_model_parallel_world_size
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.linear import (
     LinearBase,
     LinearMethodBase,
@@ -66,6 +66,19 @@ class SurgeryTable(QuantizationConfig):
         """Return the table of config.json's `quantization_config`."""
         return cls(dict(SurgeryConfig(**config).modules))
 
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> None:
+        """Return None: no other method is replaced. Raises SurgeryError if the user asks for one with a converted
+        checkpoint, for example FP8."""
+        if hf_quant_cfg.get("quant_method") == QUANT_METHOD and user_quant not in (None, QUANT_METHOD):
+            raise SurgeryError(
+                f"--quantization {user_quant} is not for converted checkpoints: vLLM's methods quantize dense matrices "
+                "while they are loaded, and factors have no such products. Leave it out; `surgery quantize` stores "
+                "factors in 8 or 4 bits, which vLLM then serves"
+            )
+
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Raise SurgeryError unless the checkpoint's files hold exactly the tensors of its table and config.
 
@@ -82,9 +95,9 @@ class SurgeryTable(QuantizationConfig):
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return the method of a layer: structured, dense, or None for layers that are no linears.
 
-        Raises SurgeryError for structured layers that are not served, and with several processes.
+        Raises SurgeryError for structured layers that are not served, and with pipeline parallelism.
         """
-        check_one_process()
+        check_one_stage()
         head, _, name = prefix.rpartition(".")
         paths = [f"{head}.{member}" if head else member for member in self.packed_modules_mapping.get(name, [name])]
         paths = [prefix] if prefix in self.modules else paths
@@ -128,14 +141,8 @@ def current_config(hf_config: Any) -> Iterator[None]:
         yield
 
 
-def check_one_process() -> None:
-    """Raise SurgeryError if the model is spread over several processes."""
-    if (count := get_tensor_model_parallel_world_size()) > 1:
-        raise SurgeryError(
-            f"converted checkpoints are served without tensor parallelism (got {count} processes): it has not been run "
-            "inside vLLM. "
-            "Use --tensor-parallel-size 1"
-        )
+def check_one_stage() -> None:
+    """Raise SurgeryError if the layers of the model are spread over several processes."""
     if (count := get_pp_group().world_size) > 1:
         raise SurgeryError(
             f"converted checkpoints are served without pipeline parallelism (got {count} processes). Use "
@@ -164,11 +171,14 @@ class LinearMethod(LinearMethodBase):
         **extra: Any,
     ) -> None:
         """Register the tensors of all parts as parameters of the layer. The sizes are those of one process."""
-        side: Side = "in" if isinstance(layer, RowParallelLinear) else "out"
-        local = input_size_per_partition if side == "in" else sum(output_partition_sizes)
-        count = (input_size if side == "in" else output_size) // local
-        shard = Shard(getattr(layer, "tp_rank", 0) if count > 1 else 0, count, side)
-        outs = [size * (count if side == "out" else 1) for size in self.part_sizes(layer, output_partition_sizes)]
+        if getattr(layer, "num_kv_head_replicas", 1) > 1:
+            raise SurgeryError(
+                f"{self.path}: {get_tensor_model_parallel_world_size()} processes must divide the key/value heads of the "
+                "model, of which it has fewer. Use a smaller --tensor-parallel-size"
+            )
+        shard = self.make_shard(layer, input_size_per_partition, output_partition_sizes, input_size, output_size)
+        times = shard.count if shard.side == "out" else 1
+        outs = [size * times for size in self.part_sizes(layer, output_partition_sizes)]
         self.packed = PackedLinear(self.entries, input_size, tuple(outs), params_dtype, shard)
         self.ids: list[Any] = list(range(len(self.entries)))
         if isinstance(layer, QKVParallelLinear) and len(self.entries) == 3:
@@ -179,6 +189,23 @@ class LinearMethod(LinearMethodBase):
             register(layer, name, flat)
         if len(self.packed.joined) == len(self.entries) == 1 and not self.packed.follows:
             self.table.joined[self.path] = self, layer
+
+    def make_shard(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+    ) -> Shard:
+        """Return which slice of the linear this process computes."""
+        side: Side = "in" if isinstance(layer, RowParallelLinear) else "out"
+        local = input_size_per_partition if side == "in" else sum(output_partition_sizes)
+        count = (input_size if side == "in" else output_size) // local
+        segments: tuple[int, ...] = ()
+        if side == "out" and len(self.entries) == 1 < len(output_partition_sizes):
+            segments = tuple(size * count for size in output_partition_sizes)
+        return Shard(getattr(layer, "tp_rank", 0) if count > 1 else 0, count, side, segments)
 
     def part_sizes(self, layer: Any, output_partition_sizes: list[int]) -> list[int]:
         """Return the outputs of each part on one process."""
@@ -218,14 +245,21 @@ class LinearMethod(LinearMethodBase):
         """Return the linear map of x: (.., in) -> (.., out)."""
         if self.packed.follows:
             first, holder = self.table.joined[sibling(self.path, self.packed.follows)]
-            y = first.packed.whole(first.tensors(holder), x)[..., self.packed.rows()]
+            y = self.packed.local_rows(first.packed.whole(first.tensors(holder), x))
         else:
             y = self.packed(self.tensors(layer), x)
         return y if bias is None else y + bias
 
 
 class HeadMethod(LinearMethod):
-    """Method of a structured lm_head. vLLM pads the vocabulary; logits of the padding are dropped after the product."""
+    """Method of a structured lm_head. vLLM pads the vocabulary; logits of the padding are dropped after the product.
+
+    With tensor parallelism each process computes all logits and keeps its slice of the padded vocabulary.
+    """
+
+    def make_shard(self, *sizes: Any) -> Shard:
+        """Return the whole linear."""
+        return Shard()
 
     def part_sizes(self, layer: Any, output_partition_sizes: list[int]) -> list[int]:
         """Return the outputs of the head without padding."""
@@ -234,7 +268,8 @@ class HeadMethod(LinearMethod):
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the logits of x: (.., in) -> (.., padded vocabulary)."""
         y = self.packed(self.tensors(layer), x)
-        y = F.pad(y, (0, int(layer.num_embeddings_per_partition) - y.shape[-1]))
+        y = F.pad(y, (0, int(layer.num_embeddings_padded) - y.shape[-1]))
+        y = Shard(get_tensor_model_parallel_rank(), int(layer.tp_size)).outputs(y)
         return y if bias is None else y + bias
 
     def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -29,12 +31,10 @@ from torch import Tensor
 
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import MixerInputs, MixerState
+from surgery.mixers.common.packed_pieces import PackedPieces
 from surgery.mixers.linear import LinearMixer, step_in_pool
 from surgery.mixers.masks.log_linear import Hierarchical, bucket_plan
 
-# Pieces of up to this many tokens share a call in which they are padded. Longer ones share it with pieces of their
-# length only: padding took up to 1.7 times as long on a CPU, because rows without it are sliced, not gathered.
-SHORT_PIECE = 64
 BUCKETS = "mask.buckets"  # the sums of log-linear attention, of which there are more the longer a sequence is
 
 
@@ -134,6 +134,14 @@ class Batch:
     rows_R: Tensor
     seen_R: Tensor
 
+    @cached_property
+    def pieces(self) -> PackedPieces:
+        """The pieces of prompts behind the decodes, with tables that all mixers share."""
+        borders = self.starts[self.decodes :]
+        counts = [stop - start for start, stop in pairwise(borders)]
+        seen = [length - count for length, count in zip(self.lengths[self.decodes :], counts, strict=True)]
+        return PackedPieces(counts, seen, self.rows_R.device)
+
     @classmethod
     def of(cls, decodes: int, starts: list[int], lengths: list[int], rows_R: Tensor) -> Batch:
         """Return the batch, with seen_R computed here and moved to the device of rows_R."""
@@ -150,15 +158,19 @@ class Tokens(NamedTuple):
     x_ND: Tensor
     rope: tuple[Tensor, Tensor] | None
 
-    def of_request(self, start: int, stop: int) -> MixerInputs:
-        """Return the tokens start .. stop - 1 as one sequence."""
-        return self.of_requests(torch.arange(start, stop, device=self.x_ND.device).unsqueeze(0), None)
+    def from_token(self, first: int) -> Tokens:
+        """Return the tokens from this number on."""
+        rope = None if self.rope is None else (self.rope[0][first:], self.rope[1][first:])
+        q_NHK, k_NGK, v_NGV, x_ND = (t[first:] for t in self[:4])
+        return Tokens(q_NHK, k_NGK, v_NGV, x_ND, rope)
 
-    def of_requests(self, index_RT: Tensor, real_RT: Tensor | None) -> MixerInputs:
-        """Return the tokens of these numbers as R sequences. real_RT: False for padding, None without any."""
-        q, k, v = (t[index_RT].transpose(1, 2) for t in self[:3])
-        rope = None if self.rope is None else (self.rope[0][index_RT], self.rope[1][index_RT])
-        return MixerInputs(q, k, v, self.x_ND[index_RT], valid_BT=real_RT, rope=rope)
+    def as_rows(self, count: int) -> MixerInputs:
+        """Return the tokens as rows of equal length."""
+        q, k, v = (t.unflatten(0, (count, -1)).transpose(1, 2) for t in self[:3])
+        rope = self.rope
+        if rope is not None:
+            rope = rope[0].unflatten(0, (count, -1)), rope[1].unflatten(0, (count, -1))
+        return MixerInputs(q, k, v, self.x_ND.unflatten(0, (count, -1)), rope=rope)
 
     def one_each(self, count: int) -> MixerInputs:
         """Return the first `count` tokens as sequences of one token."""
@@ -179,41 +191,26 @@ def mix_batch(mixer: LinearMixer, layout: StateLayout, cache_SN: Tensor, batch: 
     if out_BHV is not None:
         out_NHV[:n] = out_BHV
     layout.check_length(max(batch.lengths))
-    calls: dict[int, list[int]] = {}
-    for request in range(n, len(batch.lengths)):
-        tokens_of_piece = batch.starts[request + 1] - batch.starts[request]
-        calls.setdefault(max(tokens_of_piece, SHORT_PIECE), []).append(request)
-    for requests in calls.values():
-        mix_pieces(mixer, layout, cache_SN, batch, tokens, requests, out_NHV=out_NHV)
+    first = batch.starts[n]
+    out_NHV[first:] = mix_pieces(mixer, layout, cache_SN, batch, tokens.from_token(first))
     return out_NHV
 
 
-def mix_pieces(
-    mixer: LinearMixer,
-    layout: StateLayout,
-    cache_SN: Tensor,
-    batch: Batch,
-    tokens: Tokens,
-    requests: list[int],
-    *,
-    out_NHV: Tensor,
-) -> None:
-    """Write the outputs of pieces of these requests to `out_NHV`, and the states after them to the cache: one call of
-    the mixer for all of them, in which shorter pieces are padded.
+def mix_pieces(mixer: LinearMixer, layout: StateLayout, cache_SN: Tensor, batch: Batch, tokens: Tokens) -> Tensor:
+    """Return the outputs of the batch's pieces of prompts, (N, H, V), and write the states after them to the cache: one
+    call of the mixer for all of them.
+
+    tokens: those of the pieces. Pieces of one length are rows of the call. Others lie one after another in its only row.
     """
-    start_R, stop_R = (torch.tensor([batch.starts[request + end] for request in requests]) for end in (0, 1))
-    index_RT = start_R.unsqueeze(1) + torch.arange(int((stop_R - start_R).max()))
-    real_RT = index_RT < stop_R.unsqueeze(1)
-    device, pads = tokens.x_ND.device, not bool(real_RT.all())
-    place_N, slot_N = (t.to(device) for t in (index_RT[real_RT], real_RT.flatten().nonzero().squeeze(1)))
-    index_RT = index_RT.minimum(stop_R.unsqueeze(1) - 1).to(device)
-    inputs = tokens.of_requests(index_RT, real_RT.to(device) if pads else None)
-    seen = [batch.lengths[request] - count for request, count in zip(requests, (stop_R - start_R).tolist())]
-    chosen = torch.tensor(requests, device=batch.rows_R.device)
-    rows_R, seen_R = batch.rows_R[chosen].long(), batch.seen_R[chosen].long()
-    out_RHTV, after = mixer(inputs, layout.read(cache_SN[rows_R], seen, seen_R))
+    pieces, n = batch.pieces, batch.decodes
+    rows_R, seen_R = batch.rows_R[n:].long(), batch.seen_R[n:].long()
+    before = layout.read(cache_SN[rows_R], pieces.seen, seen_R)
+    if len(set(pieces.counts)) == 1:
+        out_RHTV, after = mixer(tokens.as_rows(len(pieces.counts)), before)
+    else:
+        out_RHTV, after = mixer.mix_packed(tokens.as_rows(1), pieces, before)
     cache_SN[rows_R] = layout.write(after)
-    out_NHV[place_N] = out_RHTV.transpose(1, 2).flatten(0, 1)[slot_N].to(out_NHV.dtype)
+    return out_RHTV.transpose(1, 2).flatten(0, 1)
 
 
 def has_kernel(*step: Any) -> bool:

@@ -8,10 +8,12 @@ their keys are those of the model, so that vLLM has a cache for them, in pages t
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.model_executor.models.interfaces import IsHybrid
 from vllm.model_executor.models.transformers import TransformersForCausalLM
@@ -24,6 +26,7 @@ from surgery.mixers.linear import LinearMixer
 from surgery.mixers.linear_config import LinearAttention
 from surgery.mixers.sliding_window import Window, windowed_shape
 from surgery.vllm.mixer_layer import ATTENTION_NAME, OPERATOR, MixerLayer
+from surgery.vllm.mixer_slices import MixerSlices, slice_shape
 from surgery.vllm.mixer_state import StateLayout
 from surgery.vllm.servable import check_mixer
 
@@ -134,8 +137,20 @@ class SurgeryForCausalLM(SurgeryWindowForCausalLM, IsHybrid):
                 host,
                 mixer.to(device=self.device_config.device, dtype=dtype).requires_grad_(False),
             )
+            self.cut_heads(path, module.mixer)
             module.attn = MixerLayer(module.mixer, f"{path}.attn", size)
             module.register_forward_pre_hook(pass_mixer_inputs, with_kwargs=True)
+
+    def cut_heads(self, path: str, mixer: LinearMixer) -> None:
+        """Make vLLM load this process's heads of a mixer, if there are several processes."""
+        count = self.vllm_config.parallel_config.tensor_parallel_size
+        if count == 1:
+            return
+        config, shape = served_mixers(self.vllm_config)[path]
+        assert isinstance(config, LinearAttention)
+        slices = MixerSlices(config, shape, get_tensor_model_parallel_rank(), count)
+        for name, tensor in mixer.state_dict(keep_vars=True).items():
+            tensor.weight_loader = partial(slices.copy, name)
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> tuple[tuple[int, ...], ...]:
@@ -189,8 +204,11 @@ def served_mixers(vllm_config: Any) -> dict[str, tuple[MixerConfig, AttentionSha
 
 
 def build_mixers(vllm_config: Any) -> dict[str, LinearMixer]:
-    """Return the untrained linear mixers of the checkpoint's table, on the CPU in float32, by attention path."""
+    """Return the untrained linear mixers of the checkpoint's table, on the CPU in float32, by attention path, with the
+    heads of one process.
+    """
     mixers: dict[str, LinearMixer] = {}
+    processes = vllm_config.parallel_config.tensor_parallel_size
     for path, (config, shape) in served_mixers(vllm_config).items():
         if not isinstance(config, LinearAttention):
             continue
@@ -198,7 +216,7 @@ def build_mixers(vllm_config: Any) -> dict[str, LinearMixer]:
         torch.set_default_dtype(torch.float32)
         try:
             with torch.device("cpu"):
-                built: Any = MIXERS[config](config, shape)
+                built: Any = MIXERS[config](config, slice_shape(shape, processes, path))
         finally:
             torch.set_default_dtype(dtype)
         mixers[path] = built

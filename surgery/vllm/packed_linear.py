@@ -16,16 +16,22 @@ tensor, so one product computes the first half of all.
 Parts stored as integers of 8 or 4 bits stay so in memory. Each call multiplies them out, one part at a time. Where
 tensors of one name have several dtypes, the flat tensor is one of bytes.
 
-With tensor parallelism each process holds a slice of every part: see `slice_spec`.
+With tensor parallelism each process computes the slice of its outputs ("out", column parallel) or the part of the sum
+from its inputs ("in", row parallel). Low rank, BTT, Monarch and dense parts are cut, so that a process holds and
+multiplies a slice (`slice_spec`). Of other structures, of matrices stored as integers, and where the blocks do not
+divide, each process holds the whole matrix: column parallel it keeps its outputs, row parallel it puts its inputs
+between zeros. Both are exact, and save neither memory nor time.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -39,16 +45,32 @@ from surgery.structures.quantized import QuantizedLinear
 
 Side = Literal["out", "in"]
 ALIGNMENT = 16  # bytes, of a tensor that lies in one of bytes
-SLICED = ("low_rank", "btt", "monarch", "dense", "folded")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The slice of a linear that one process of `count` holds. side: "out" (column parallel) or "in" (row parallel)."""
+    """The slice of a linear that one process of `count` computes. side: "out" (column parallel) or "in" (row parallel).
+
+    segments: outputs of the whole linear, each cut by itself, if a part has several, such as q, k and v in one matrix.
+    """
 
     rank: int = 0
     count: int = 1
     side: Side = "out"
+    segments: tuple[int, ...] = ()
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """Return the whole input (.., in), with zeros for the inputs of other processes, of this process's (.., in / count)."""
+        size = x.shape[-1]
+        return F.pad(x, (self.rank * size, (self.count - 1 - self.rank) * size)) if self.side == "in" else x
+
+    def outputs(self, y: Tensor, segments: Sequence[int] = ()) -> Tensor:
+        """Return this process's slice of the whole output (.., out). segments: each is cut by itself; () for one."""
+        if self.side == "in" or self.count == 1:
+            return y
+        parts = y.split(list(segments), -1) if segments else (y,)
+        slices = [part.chunk(self.count, -1)[self.rank] for part in parts]
+        return slices[0].contiguous() if len(slices) == 1 else torch.cat(slices, -1)
 
 
 class Place(NamedTuple):
@@ -71,8 +93,7 @@ class PackedLinear:
 
     specs: table entries of the parts, None for a dense part. in_features, out_features: sizes of the whole linear, one
     of out_features for each part; those of a pruned MLP are smaller, and vLLM's MLP takes the outputs as they are.
-    Raises SurgeryError if an entry has other sizes, or cannot be cut into `shard.count`
-    slices.
+    Raises SurgeryError if an entry has other sizes, or sizes that `shard.count` does not divide.
     """
 
     def __init__(
@@ -88,6 +109,8 @@ class PackedLinear:
         self.computed: list[nn.Module] = []  # of each part: its product, in floating point
         self.cuts: list[dict[str, tuple[int, int]]] = []  # of each part: tensor -> (axis, slices), for sliced tensors
         self.shapes: list[dict[str, tuple[int, ...]]] = []  # of each part: tensor -> shape in the checkpoint
+        self.is_whole: list[bool] = []  # of each part: whether this process holds all of it, and computes a slice
+        self.out_features = out_features
         self.joined = _find_joined(specs, out_features)
         # the linear beside this one that holds the matrix, if it is in a layer of its own
         self.follows = str((specs[0] or {}).get("first", "")) if self.joined and len(specs) == 1 else ""
@@ -106,6 +129,7 @@ class PackedLinear:
             whole = build_module(without_bias(entry), "meta", dtype)
             self.shapes.append({name: tuple(t.shape) for name, t in whole.state_dict().items()})
             local, cuts = slice_spec(entry, self.shard)
+            self.is_whole.append(self.shard.count > 1 and not cuts)
             self.modules.append(build_module(without_bias(local), "meta", dtype))
             self.computed.append(build_module(without_bias(float_entry(local)), "meta", dtype))
             self.cuts.append(cuts)
@@ -194,17 +218,21 @@ class PackedLinear:
     def __call__(self, flats: dict[str, Tensor], x: Tensor) -> Tensor:
         """Return the parts' outputs side by side, (.., sum of out), for x (.., in)."""
         if self.joined and len(self.modules) == 1:  # one of joined linears, alone in its layer
-            return self.whole(flats, x)[..., self.rows()]
+            return self.local_rows(self.whole(flats, x))
         parts, outs, part = self._parts(flats), [], 0
         while part < len(parts):
             if part in self.joined:
-                outs.append(self.whole(flats, x))
+                sizes = [self.out_features[part] for part in self.joined]
+                outs.append(self.shard.outputs(self.whole(flats, x), sizes))
                 part = self.joined[-1] + 1
             elif part in self.stacks:
                 outs.append(self._stack(flats, x, self.stacks[part]))
                 part = self.stacks[part][-1] + 1
             else:
-                outs.append(functional_call(self.computed[part], self._float_tensors(part, parts[part]), (x,)))
+                whole = self.is_whole[part]
+                inputs = (self.shard.inputs(x) if whole else x,)
+                y = functional_call(self.computed[part], self._float_tensors(part, parts[part]), inputs)
+                outs.append(self.shard.outputs(y, self.shard.segments) if whole else y)
                 part += 1
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
 
@@ -214,7 +242,7 @@ class PackedLinear:
         part = len(self.modules) if {"right", "weight"} & self.mixed else 0
         while part < len(self.modules):
             stop = part
-            while stop < len(self.modules) and type(self.modules[stop]) is LowRankLinear:
+            while stop < len(self.modules) and type(self.modules[stop]) is LowRankLinear and not self.is_whole[stop]:
                 stop += 1
             if stop > part:
                 stacks[part] = range(part, stop)
@@ -241,11 +269,10 @@ class PackedLinear:
         y: Tensor = functional_call(holder.matrix, tensors, (x,))
         return y
 
-    def rows(self) -> slice:
-        """Return the rows of the first part in the matrix of joined linears."""
+    def local_rows(self, y: Tensor) -> Tensor:
+        """Return the outputs of the first part, or this process's slice of them, of those of the matrix of joined linears."""
         first: Any = self.modules[0]
-        rows: slice = first.rows()
-        return rows
+        return self.shard.outputs(y[..., first.rows()])
 
 
 # vLLM traces a model once for all numbers of tokens, at the largest. Inside the operator, each call chooses for its own.
@@ -304,60 +331,46 @@ def slice_spec(spec: dict[str, Any], shard: Shard) -> tuple[dict[str, Any], dict
 
     Column parallel slices own rows of the matrix (outputs), row parallel slices own columns (inputs, whose products are
     summed over the processes). Low rank W = left right: `out` cuts left and copies right, `in` cuts right and copies
-    left. BTT and Monarch: `out` cuts the b block rows of both cores, `in` the c block columns. Raises SurgeryError
-    where the sizes do not divide, and for `out` of BTT in strided order, whose blocks are no slices of the matrix.
+    left. BTT and Monarch: `out` cuts the b block rows of both cores, `in` the c block columns.
+
+    No cuts mean that each process holds the whole matrix: other structures; integers; a matrix of several segments; a
+    rank above the features of a slice; blocks that the number of processes does not divide, that do not tile the features,
+    or, for `out`, in strided order, whose outputs do not follow one another. Raises SurgeryError where features do not
+    divide, and for `in` of parts with biases, which would be added once in each process.
     """
     structure, count, out = spec["structure"], shard.count, shard.side == "out"
     if count == 1:
         return spec, {}
-    if is_quantized({"": spec}):
-        raise SurgeryError(
-            f"{structure} matrices stored as integers are not cut over processes (tensor parallelism). Use one process, "
-            "or the checkpoint before `surgery quantize`"
-        )
-    if structure not in SLICED:
-        raise SurgeryError(
-            f"{structure} matrices are not cut over processes (tensor parallelism is for {', '.join(SLICED)}). Use one "
-            "process, or densify"
-        )
     size = "out_features" if out else "in_features"
-    if spec[size] % count:
+    features = shard.segments if out and shard.segments else (spec.get(size, 0),)
+    if uneven := [n for n in features if n % count]:
         raise SurgeryError(
-            f"{count} processes must divide the {spec[size]} {size.replace('_', ' ')} of a {structure} matrix"
+            f"{count} processes must divide the {uneven[0]} {size.replace('_', ' ')} of a {structure} matrix. Use "
+            "another --tensor-parallel-size"
         )
-    local = {**spec, size: spec[size] // count}
+    if structure == "split" and not out:
+        raise SurgeryError(
+            "a linear replaced in parts (fused: split) is not cut along its inputs: each process would add its biases. "
+            "Use --tensor-parallel-size 1"
+        )
+    if is_quantized({"": spec}) or len(features) > 1:
+        return spec, {}
+    local = {**spec, size: features[0] // count}
     if structure == "low_rank":
-        check_rank(spec["rank"], local)
+        if spec["rank"] > min(local["in_features"], local["out_features"]):
+            return spec, {}
         return local, {"weight": (1, count)} if out else {"right": (1, count)}
     if structure in ("dense", "folded"):
         axis = (0 if out else 1) + (structure == "folded")
         return local, {"weight": (axis, count)}
+    if structure not in ("btt", "monarch"):
+        return spec, {}
     grid = list(build_module(without_bias(spec)).state_dict()["weight"].shape[:2])
     which = 0 if out else 1
-    if grid[which] % count or spec[size] % grid[which]:
-        raise SurgeryError(
-            f"{count} processes must divide the {grid[which]} blocks along {size.split('_')[0]} of a {structure} "
-            "matrix, which must tile its "
-            f"{spec[size]} {size.replace('_', ' ')} without padding. Use one process, or other blocks"
-        )
-    if out and spec.get("order") == "strided":
-        raise SurgeryError(
-            f"order: strided of a {structure} matrix of {spec[size]} outputs: each block holds every {grid[0]}th "
-            f"output, so {count} "
-            "processes cannot take consecutive outputs of it (tensor parallelism). Use one process, or convert with "
-            "order: contiguous"
-        )
+    if grid[which] % count or spec[size] % grid[which] or (out and spec.get("order") == "strided"):
+        return spec, {}
     grid[which] //= count
     rank = build_module(without_bias(spec)).state_dict()["weight"].shape[2]
     local = {key: local[key] for key in ("in_features", "out_features", "bias")}
     local |= {"structure": "btt", "blocks": grid, "rank": rank, "order": spec.get("order", "contiguous")}
     return local, {"weight": (0, count), "right": (2, count)} if out else {"weight": (1, count), "right": (0, count)}
-
-
-def check_rank(rank: int, local: dict[str, Any]) -> None:
-    """Raise SurgeryError if a slice would have fewer rows or columns than its rank, which the table's rules refuse."""
-    least = min(local["in_features"], local["out_features"])
-    if rank > least:
-        raise SurgeryError(
-            f"a low_rank matrix of rank {rank} cannot be cut into slices of {least} features; use fewer processes"
-        )

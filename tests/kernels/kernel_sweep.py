@@ -440,6 +440,56 @@ def packed_cases(grid: str, kind: str) -> Iterator[Case]:
                    rows, call, kernel=kernel)  # fmt: skip
 
 
+def piece_cases(grid: str, kind: str) -> Iterator[Case]:
+    """Yield cases of pieces of sequences in one row, which go on from states."""
+    from surgery.mixers.common.packed_pieces import PackedPieces
+    from surgery.mixers.masks.log_linear import log_linear, log_linear_packed
+    from surgery.mixers.masks.semiseparable import semiseparable, semiseparable_packed
+
+    delta, leveled = "delta" in kind, "log_linear" in kind
+    for S, T, G, F, V, dtype in sizes_of(PACKED, grid):
+        levels = (1500 + T).bit_length()
+        rows = tokens(S, G, 1, T, F, V, dtype, delta, levels + 1 if leveled else 0)
+        rows["length"], rows["start"] = (torch.arange(S, device=DEVICE) * 97 + T) % T + 1, positions(S, True)
+        rows["state"] = normal(S, levels if leveled else 1, G, F, V)
+        if leveled:
+            full_SL = (rows["start"].unsqueeze(1) >> torch.arange(levels, device=DEVICE)) & 1
+            rows["state"] *= full_SL[..., None, None, None]
+
+        def kernel(x: Leaves, levels: int = levels) -> list[Any]:
+            here = torch.arange(x["q"].shape[1], device=DEVICE) < x["length"].unsqueeze(1)
+            pieces = PackedPieces(x["length"].tolist(), x["start"].tolist(), DEVICE)
+            apart = ("length", "start", "state")
+            q, k, v, beta, gates = laid_out(row := {n: t[here].unsqueeze(0) for n, t in x.items() if n not in apart})
+            if leveled:
+                state = {"buckets_SLGFV": x["state"], "pieces": pieces, "chunk": 64, "levels": levels}
+                out, after = log_linear_packed(q, k, v, beta, gates, row["level"], **state)
+            else:
+                state = {"first_SRGFV": x["state"], "pieces": pieces, "chunk": 64}
+                out, after = semiseparable_packed(q, k, v, beta, gates.unsqueeze(1), None, **state)
+            whole = out.new_zeros(*here.shape, *out.shape[1:3], out.shape[-1])
+            return [whole.masked_scatter(here[..., None, None, None], out[0].permute(2, 0, 1, 3)), after]
+
+        def call(x: Leaves, levels: int = levels) -> list[Any]:
+            here = torch.arange(x["q"].shape[1], device=DEVICE) < x["length"].unsqueeze(1)
+            written = {n: x[n] * here[..., None] for n in ("gates", "beta") if n in x}
+            q, k, v, beta, gates = laid_out({**x, **written, "k": x["k"] * here[..., None, None]})
+            if leveled:
+                state = {"start_B": x["start"], "count_B": x["length"], "buckets_BLGFV": x["state"]}
+                out, after = log_linear(q, k, v, beta, gates, x["level"], **state, chunk=64, levels=levels)
+            else:
+                first = {"first_BRGFV": x["state"], "chunk": 64}
+                out, after = semiseparable(q, k, v, beta, gates.unsqueeze(1), None, **first)
+            return [out.permute(0, 3, 1, 2, 4) * here[..., None, None, None], after]
+
+        name = f"pieces of {S} sequences of up to {T} tokens in one row, {G} groups of {F} x {V}"
+        op = "log_linear_packed" if leveled else "semiseparable_packed"
+        yield Case(name, dtype, S * G * -(-T // 64), rows, call, kernel=kernel, names=(op,), gradients=False)
+
+
+for _kind in ("ssd", "gated_delta", "log_linear_delta"):
+    CASES[f"{_kind}_pieces"] = lambda grid, kind=_kind: piece_cases(grid, kind)
+
 for _kind in ("ssd", "gated_delta", "log_linear", "log_linear_delta"):
     CASES[f"{_kind}_packed"] = lambda grid, kind=_kind: packed_cases(grid, kind)
 

@@ -71,7 +71,7 @@ def served(request):
     mixer = recipe_mixer(request.param)
     torch.manual_seed(1)
     sequences = [random_tokens(length) for length in LENGTHS]
-    whole = [mixer.mix(tokens.of_request(0, len(tokens.x_ND)))[0][0].transpose(0, 1) for tokens in sequences]
+    whole = [mixer.mix(tokens.as_rows(1))[0][0].transpose(0, 1) for tokens in sequences]
     return mixer, StateLayout(mixer, max(LENGTHS)), sequences, whole
 
 
@@ -111,13 +111,21 @@ def test_a_restarted_request_does_not_read_its_old_row(served):
         torch.testing.assert_close(out, whole[1], rtol=0, atol=2e-4 * float(whole[1].abs().max()))
 
 
-def test_pieces_of_several_requests_share_a_call(served):
+def count_calls(mixer, monkeypatch) -> list[str]:
+    """Return a list that gets an entry for each call of the mixer with pieces of prompts."""
+    calls: list[str] = []
+    for name in ("mix", "mix_packed"):
+        call = getattr(mixer, name)
+        monkeypatch.setattr(mixer, name, lambda *args, call=call, name=name: (calls.append(name), call(*args))[1])
+    return calls
+
+
+def test_pieces_of_several_requests_share_a_call(served, monkeypatch):
     """Pieces of different lengths, at the beginning of a sequence and within one, in rows out of order."""
     mixer, layout, sequences, whole = served
     cache = torch.full((5, layout.size), float("nan"))
     rows = torch.tensor([3, 0, 4])
-    calls = []
-    handle = mixer.register_forward_pre_hook(lambda *_: calls.append(1))
+    calls = count_calls(mixer, monkeypatch)
     seen, outs = [0, 0, 0], [[], [], []]
     for counts in ([9, 0, 2], [11, 5, 1], [17, 15, 0]):
         chosen = [i for i, count in enumerate(counts) if count]
@@ -128,28 +136,47 @@ def test_pieces_of_several_requests_share_a_call(served):
         for number, i in enumerate(chosen):
             outs[i].append(out[starts[number] : starts[number + 1]])
             seen[i] += counts[i]
-    handle.remove()
-    assert len(calls) == 3
+    assert calls == ["mix_packed"] * 3
     for got, wanted in zip(outs, whole):
         torch.testing.assert_close(torch.cat(got), wanted, rtol=0, atol=2e-4 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize(("lengths", "calls"), [((70, 70, 80), 2), ((70, 9, 64), 2)])
-def test_long_pieces_share_a_call_if_none_is_padded(served, lengths, calls):
+RAGGED = (1, 2, 63, 64, 65, 200)
+
+
+@pytest.mark.parametrize("seen", [(0,) * 6, (70,) * 6, (0, 70, 1, 7, 5, 0), (65, 0, 64, 0, 7, 100)])
+def test_ragged_pieces_in_one_call_equal_one_call_each(served, seen, monkeypatch):
+    """Without a state, with one inside the window, and with one behind it; the states after the pieces go on equally."""
     mixer, _, _, _ = served
-    layout = StateLayout(mixer, max(lengths))
+    layout, count = StateLayout(mixer, max(RAGGED) + max(seen) + 2), len(RAGGED)
     torch.manual_seed(3)
-    sequences, found = [random_tokens(length) for length in lengths], []
-    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    handle = mixer.register_forward_pre_hook(lambda *_: found.append(1))
-    batch = Batch.of(0, starts, list(lengths), torch.tensor([2, 0, 1]))
-    out = mix_batch(mixer, layout, torch.full((3, layout.size), float("nan")), batch, joined(sequences))
-    handle.remove()
-    assert len(found) == calls
-    for start, tokens in zip(starts, sequences):
-        wanted = mixer.mix(tokens.of_request(0, len(tokens.x_ND)))[0][0].transpose(0, 1)
-        got = out[start : start + len(wanted)]
-        torch.testing.assert_close(got, wanted, rtol=0, atol=2e-4 * float(wanted.abs().max()))
+    caches, rows = torch.full((2, count, layout.size), float("nan")), torch.randperm(count)
+
+    def run(cache, requests, tokens, seen):
+        counts = [len(t.x_ND) for t in tokens]
+        starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
+        batch = Batch.of(0, starts, [seen[i] + n for i, n in zip(requests, counts)], rows[requests])
+        return mix_batch(mixer, layout, cache, batch, joined(tokens)).split(counts)
+
+    for i in range(count):
+        if seen[i]:
+            run(caches[0], [i], [random_tokens(seen[i])], [0] * count)
+    caches[1] = caches[0]
+    for counts in (RAGGED, (1, 2, 1, 1, 1, 1)):
+        tokens = [random_tokens(n) for n in counts]
+        calls = count_calls(mixer, monkeypatch)
+        together = run(caches[0], list(range(count)), tokens, seen)
+        assert len(calls) == 1
+        monkeypatch.undo()
+        for i in range(count):
+            (alone,) = run(caches[1], [i], [tokens[i]], seen)
+            largest = max(1.0, float(alone.abs().max()))
+            torch.testing.assert_close(together[i], alone, rtol=0, atol=1e-6 * largest)
+        seen = [a + b for a, b in zip(seen, counts)]
+    states = [layout.read(cache[rows], seen, torch.tensor(seen)).tensors for cache in caches]
+    for name, t in states[1].items():
+        largest = float(t.abs().max()) if t.numel() else 0
+        torch.testing.assert_close(states[0][name], t, rtol=0, atol=1e-6 * max(1.0, largest), msg=name)
 
 
 @pytest.mark.parametrize("first", [1, 6, 20])
@@ -211,4 +238,4 @@ def test_inputs_keep_their_axes():
     tokens = random_tokens(5)
     one: MixerInputs = tokens.one_each(3)
     assert one.q_BHTK.shape == (3, 4, 1, 8) and one.rope[0].shape == (3, 1, 8)
-    assert tokens.of_request(1, 4).k_BGTK.shape == (1, 2, 3, 8)
+    assert tokens.from_token(1).as_rows(2).k_BGTK.shape == (2, 2, 2, 8)

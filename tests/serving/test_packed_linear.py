@@ -220,7 +220,7 @@ def test_a_joined_linear_alone_in_its_layer():
     whole = alone[0].whole(flats[0], x)
     torch.testing.assert_close(alone[0](flats[0], x), modules[0](x))
     for packed, module in zip(alone, modules):
-        torch.testing.assert_close(whole[..., packed.rows()], module(x))
+        torch.testing.assert_close(packed.local_rows(whole), module(x))
 
 
 def test_joined_parts_in_another_order_are_refused():
@@ -232,8 +232,6 @@ def test_joined_parts_in_another_order_are_refused():
     ):
         with pytest.raises(SurgeryError, match="in another order than vLLM's model computes them"):
             PackedLinear(wrong, IN, outs, torch.float32)
-    with pytest.raises(SurgeryError, match="joined matrices are not cut over processes"):
-        PackedLinear(specs, IN, (32, 16, 16), torch.float32, Shard(0, 2, "out"))
 
 
 def test_every_missing_tensor_is_noticed():
@@ -299,17 +297,99 @@ def test_two_processes_compute_the_whole_product():
     assert run_processes(2, lambda rank: run_slices(rank, 2)) == [0, 0]
 
 
+def computed_by(count: int, side: str, specs: list, modules: list, outs: tuple, segments: tuple = ()) -> list:
+    """The linears of `count` processes, each with what it holds of the modules' tensors."""
+    dtype = torch.float64
+    shards = [Shard(rank, count, side, segments) for rank in range(count)]
+    packed = [PackedLinear(specs, IN, outs, dtype, shard) for shard in shards]
+    return [(p, fill(p, modules)) for p in packed]
+
+
+def check_slices(specs: list, modules: list, outs: tuple, segments: tuple = ()) -> list:
+    """Check that slices of outputs, and sums over slices of inputs, are the whole product; return the processes'
+    linears."""
+    modules = [module.double() for module in modules]
+    x, found = torch.randn(5, IN, dtype=torch.float64), []
+    for count in (2, 4):
+        ranks = computed_by(count, "out", specs, modules, outs, segments)
+        parts = segments or outs
+        slices = [packed(flats, x).split([out // count for out in parts], -1) for packed, flats in ranks]
+        whole = torch.cat([torch.cat(part, -1) for part in zip(*slices, strict=True)], -1)
+        wanted = torch.cat([module(x) for module in modules], -1)
+        torch.testing.assert_close(whole, wanted, rtol=0, atol=1e-9)
+        found += ranks
+    for spec, module, out in zip(specs, modules, outs, strict=True):
+        for count in (2, 4):
+            ranks = computed_by(count, "in", [spec], [module], (out,))
+            total = sum(packed(flats, part) for (packed, flats), part in zip(ranks, x.chunk(count, -1), strict=True))
+            torch.testing.assert_close(total, module(x), rtol=0, atol=1e-9)
+            found += ranks
+    return found
+
+
+@pytest.mark.parametrize("structure", SHIPPED)
+def test_slices_of_every_structure_are_the_whole_product(structure):
+    torch.manual_seed(0)
+    outs = (32, 16)
+    specs = [entry(structure, out) for out in outs]
+    ranks = check_slices(specs, [random_module(spec) for spec in specs], outs)
+    assert ranks[0][0].is_whole[0] == (structure not in ("low_rank", "btt", "monarch", "dense", "folded"))
+
+
+def test_where_blocks_or_ranks_do_not_divide_each_process_has_the_whole_matrix():
+    torch.manual_seed(0)
+    strided = {**entry("btt", 32), "order": "strided"}
+    for spec in (
+        strided,
+        {**entry("btt", 32), "blocks": [1, 3], "rank": 2},
+        {**entry("low_rank", 32), "rank": 20},
+    ):
+        outs = (spec["out_features"],)
+        assert any(packed.is_whole[0] for packed, _ in check_slices([spec], [random_module(spec)], outs))
+
+
+def test_q_k_and_v_in_one_matrix_are_cut_one_by_one():
+    torch.manual_seed(0)
+    spec = entry("low_rank", 64)
+    check_slices([spec], [random_module(spec)], (64,), segments=(32, 16, 16))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_slices_of_matrices_stored_as_integers(bits):
+    torch.manual_seed(0)
+    spec, x = entry("low_rank", 32), torch.randn(5, IN)
+    module = quantize_module(random_module(spec), Storage(bits, 16))
+    stored, flats = quantized_entry(spec, Storage(bits, 16)), []
+    for side in ("out", "in"):
+        packed = [PackedLinear([stored], IN, (32,), torch.float32, Shard(rank, 2, side)) for rank in range(2)]
+        flats = [fill(p, [module]) for p in packed]
+        parts = (x, x) if side == "out" else x.chunk(2, -1)
+        found = [p(flat, part) for p, flat, part in zip(packed, flats, parts, strict=True)]
+        whole = torch.cat(found, -1) if side == "out" else sum(found)
+        torch.testing.assert_close(whole, module(x), rtol=0, atol=1e-4)
+
+
+def test_slices_of_joined_parts():
+    torch.manual_seed(0)
+    outs = (32, 16, 16)
+    specs, x = joined_entries("low_rank", outs), torch.randn(5, IN, dtype=torch.float64)
+    modules = [build_module(spec, "cpu") for spec in specs]
+    modules[0].joined = random_module(specs[0]["matrix"])
+    connect_joined(dict(zip(("q", "k", "v"), [module.double() for module in modules])))
+    slices = [packed(flats, x).split([16, 8, 8], -1) for packed, flats in computed_by(2, "out", specs, modules, outs)]
+    for number, module in enumerate(modules):
+        whole = torch.cat([part[number] for part in slices], -1)
+        torch.testing.assert_close(whole, module(x), rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize(
-    ("structure", "out", "count", "side", "message"),
+    ("spec", "segments", "count", "side", "message"),
     [
-        ("low_rank", 33, 2, "out", "2 processes must divide the 33 out features"),
-        ("btt", 32, 3, "out", "3 processes must divide the 32 out features"),
-        ("btt", 36, 3, "out", "3 processes must divide the 4 blocks along out"),
-        ("kronecker", 32, 2, "out", "kronecker matrices are not cut"),
-        ("pivoted_low_rank", 32, 2, "in", "pivoted_low_rank matrices are not cut"),
-        ("low_rank", 8, 2, "out", "rank 8 cannot be cut into slices of 4"),
+        (entry("low_rank", 33), (), 2, "out", "2 processes must divide the 33 out features of a low_rank matrix"),
+        (entry("kronecker", 32), (), 5, "in", "5 processes must divide the 48 in features of a kronecker matrix"),
+        (entry("low_rank", 32), (25, 7), 2, "out", "2 processes must divide the 25 out features"),
     ],
 )
-def test_cuts_that_do_not_divide_are_refused(structure, out, count, side, message):
+def test_features_that_do_not_divide_are_refused(spec, segments, count, side, message):
     with pytest.raises(SurgeryError, match=message):
-        PackedLinear([entry(structure, out)], IN, (out,), torch.float32, Shard(0, count, side))
+        PackedLinear([spec], IN, (spec["out_features"],), torch.float32, Shard(0, count, side, segments))

@@ -189,6 +189,7 @@ def test_an_entry_without_a_module_stops_the_engine(llama, tmp_path):
         pass
 
 
-def test_tensor_parallelism_is_refused(llama):
-    with pytest.raises(Exception, match=r"tensor parallel|world size|CPU"), engine(llama, tensor_parallel_size=2):
+def test_another_quantization_is_refused_in_words(llama):
+    message = "--quantization fp8 is not for converted checkpoints"
+    with pytest.raises(Exception, match=message), engine(llama, quantization="fp8"):
         pass

@@ -117,7 +117,7 @@ class PackedDocuments:
         length_D = torch.diff(start_D, append=torch.tensor([B * T]))
         groups, slots = [], torch.empty(B * T, dtype=torch.long)
         before = 0
-        for group in _group_by_length(length_D):
+        for group in group_by_length(length_D):
             slot_U = torch.arange(int(length_D[group].max()))
             real_DU = slot_U < length_D[group, None]
             index_DU = start_D[group, None] + slot_U.minimum(length_D[group, None] - 1)
@@ -208,7 +208,7 @@ def _versions(*tensors: Any) -> list[int]:
     return [t._version if isinstance(t, Tensor) and not t.is_inference() else -1 for t in tensors]
 
 
-def _group_by_length(length_D: Tensor) -> list[Tensor]:
+def group_by_length(length_D: Tensor) -> list[Tensor]:
     """Return groups of document indices: one group, or groups with lengths in (2^(n-1), 2^n] if padding all documents
     to the longest would more than double the tokens."""
     if len(length_D) * int(length_D.max()) <= 2 * int(length_D.sum()):

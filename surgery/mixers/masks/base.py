@@ -13,13 +13,16 @@ have size 1 in axis J.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from surgery.core.registry import Registry
 from surgery.mixers.base import AttentionShape, MethodModule
+
+if TYPE_CHECKING:
+    from surgery.mixers.common.packed_pieces import PackedPieces
 
 MaskState = dict[str, Tensor]  # state of a mask by name, float32, batch first
 Signals = dict[str, Tensor]  # tensors (B, T, ..) that a mask computes from the hidden states, by name
@@ -117,6 +120,20 @@ class Mask(MethodModule):
     def chunked(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, MaskState | None]:
         """Return (out_BGJTV, state after the rows' tokens, or None without a state). chunk: tokens per chunk."""
         raise NotImplementedError
+
+    def packed(self, row: MaskInputs, pieces: PackedPieces, state: MaskState, chunk: int) -> tuple[Tensor, MaskState]:
+        """Return (out_BGJTV, state after the pieces (R, ..)) of pieces of several sequences in one row (B = 1).
+
+        row: start_B is 0 and count_B the number of all tokens; where each sequence is, the pieces say. This method takes
+        them as rows of a batch, in groups of similar length.
+        """
+        outs, states = [], []
+        for group in pieces.groups:
+            rows = group.mask_rows(row, self.written_signals)
+            out_BGJTV, after = self.chunked(rows, {n: t[group.index_D] for n, t in state.items()}, chunk)
+            outs.append(out_BGJTV)
+            states.append(after or {})
+        return pieces.join_tokens(outs, 3), {n: pieces.join_states([s[n] for s in states], t) for n, t in state.items()}
 
     def step(self, rows: MaskInputs, state: MaskState) -> tuple[Tensor, MaskState]:
         """Return (out_BGJTV, state after the token) for one token per row (T = 1)."""

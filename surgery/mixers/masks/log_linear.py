@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +50,9 @@ from surgery.mixers.masks.semiseparable import Semiseparable, write_token
 from surgery.mixers.masks.states_in_place import read_states, update_states
 from surgery.mixers.masks.strong_levels import move_buckets, strong_chunks, strong_level
 from surgery.mixers.projections import Float32Linear, float32_linear, is_hooked
+
+if TYPE_CHECKING:
+    from surgery.mixers.common.packed_pieces import PackedPieces
 
 
 @dataclass(frozen=True)
@@ -293,6 +296,18 @@ class HierarchicalMask(Mask):
             levels=max_levels_after(rows, before),
         )
         return out, None if after is None else {"buckets": merge_low_buckets(after, bits)}
+
+    def packed(self, row: MaskInputs, pieces: PackedPieces, state: MaskState, chunk: int) -> tuple[Tensor, MaskState]:
+        """Return (out_BGJTV, state after the pieces) of pieces of several sequences in one row."""
+        if self.config.strong:
+            return super().packed(row, pieces, state, chunk)
+        gates_BRGT = self.gates("log_gates", row.start_B, row.count_B, row.v_BGTV.shape[2], row.signals)
+        operands = row.q_BGJTF, row.k_BGTF, row.v_BGTV, row.beta_BGT, gates_BRGT.squeeze(1), self._all_levels(row)
+        bits = self.config.block_bits
+        before = expand_buckets(state["buckets"], pieces.seen_R, bits)
+        levels = max(before.shape[1], pieces.max_seen.bit_length())
+        out, after = log_linear_packed(*operands, buckets_SLGFV=before, pieces=pieces, chunk=chunk, levels=levels)
+        return out, {"buckets": merge_low_buckets(after, bits)}
 
     def _chunked_strong(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, MaskState | None]:
         rows = upcast_inputs(rows)
@@ -553,6 +568,43 @@ def log_linear(
     tree = FenwickTree.from_inputs(rows, gates_BGT.to(rows.v_BGTV.dtype), bits)
     levels = levels_after(buckets_BLGFV, start_B, count_B) if levels is None else levels
     return tree.sweep(None if buckets_BLGFV is None else buckets_BLGFV.to(rows.v_BGTV.dtype), levels)
+
+
+@dispatched
+def log_linear_packed(
+    q_BGJTF: Tensor,
+    k_BGTF: Tensor,
+    v_BGTV: Tensor,
+    beta_BGT: Tensor | None,
+    gates_BGT: Tensor,
+    level_BTGJL: Tensor,
+    *,
+    buckets_SLGFV: Tensor,
+    pieces: PackedPieces,
+    chunk: int,
+    levels: int,
+) -> tuple[Tensor, Tensor]:
+    """Return (out_BGJTV, buckets after the pieces) of pieces of S sequences in one row (B = 1).
+
+    Arguments as in `log_linear`. buckets_SLGFV: state of each sequence before its piece. levels: upper bound of the
+    number of buckets after the pieces.
+    """
+    outs, lasts = [], []
+    for group in pieces.groups:
+        k, v, gates = (group.to_rows(t, 2, zeros=True) for t in (k_BGTF, v_BGTV, gates_BGT))
+        beta = None if beta_BGT is None else group.to_rows(beta_BGT, 2, zeros=True)
+        out, after = log_linear(
+            *(group.to_rows(q_BGJTF, 3), k, v, beta, gates, group.to_rows(level_BTGJL, 1)),
+            start_B=group.start_D,
+            count_B=group.count_D,
+            buckets_BLGFV=buckets_SLGFV[group.index_D, : group.max_start.bit_length()],  # the others are zeros
+            chunk=chunk,
+            levels=group.max_seen.bit_length(),
+        )
+        assert after is not None  # buckets are given
+        outs.append(out)
+        lasts.append(after)
+    return pieces.join_tokens(outs, 3), pieces.join_states(lasts, buckets_SLGFV)
 
 
 @dispatched

@@ -8,7 +8,7 @@ chunk. exp is never applied to a positive number. R components; states are (B, R
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from surgery.mixers.masks.base import Mask, MaskInputs, MaskState, Signals
 from surgery.mixers.masks.chunking import ChunkLayout, log_decay_to_end, segsum, token_spans, upcast_inputs
 from surgery.mixers.masks.delta_rule import ChunkScores, chunk_scores
 from surgery.mixers.masks.states_in_place import read_states, update_states
+
+if TYPE_CHECKING:
+    from surgery.mixers.common.packed_pieces import PackedPieces
 
 
 class Semiseparable(Mask):
@@ -63,6 +66,13 @@ class Semiseparable(Mask):
         operands = *qkv, rows.beta_BGT, gates_BRGT, self.amplitudes()
         out, last = semiseparable(*operands, first_BRGFV=first, chunk=chunk)
         return out, None if state is None else {"sum": last}
+
+    def packed(self, row: MaskInputs, pieces: PackedPieces, state: MaskState, chunk: int) -> tuple[Tensor, MaskState]:
+        """Return (out_BGJTV, state after the pieces) of pieces of several sequences in one row."""
+        gates_BRGT = self.log_gates(row.start_B, row.count_B, row.v_BGTV.shape[2], row.signals)
+        operands = row.q_BGJTF, row.k_BGTF, row.v_BGTV, row.beta_BGT, gates_BRGT, self.amplitudes()
+        out, last = semiseparable_packed(*operands, first_SRGFV=state["sum"], pieces=pieces, chunk=chunk)
+        return out, {"sum": last}
 
     def step(self, rows: MaskInputs, state: MaskState) -> tuple[Tensor, MaskState]:
         """Return (out_BGJTV, state) for one token of each row."""
@@ -195,6 +205,34 @@ def semiseparable(
         )
         outs.append(out)
     return torch.cat(outs, 3), last
+
+
+@dispatched
+def semiseparable_packed(
+    q_BGJTF: Tensor,
+    k_BGTF: Tensor,
+    v_BGTV: Tensor,
+    beta_BGT: Tensor | None,
+    gates_BRGT: Tensor,
+    weight_RGJ: Tensor | None,
+    *,
+    first_SRGFV: Tensor,
+    pieces: PackedPieces,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """Return (out_BGJTV, last_SRGFV) of pieces of S sequences in one row (B = 1). Arguments as in `semiseparable`.
+
+    first_SRGFV: state of each sequence before its piece. Pieces without tokens keep it.
+    """
+    outs, lasts = [], []
+    for group in pieces.groups:
+        k, v, gates = (group.to_rows(t, dim, zeros=True) for t, dim in ((k_BGTF, 2), (v_BGTV, 2), (gates_BRGT, 3)))
+        beta = None if beta_BGT is None else group.to_rows(beta_BGT, 2, zeros=True)
+        tokens = group.to_rows(q_BGJTF, 3), k, v, beta, gates, weight_RGJ
+        out, last = semiseparable(*tokens, first_BRGFV=first_SRGFV[group.index_D], chunk=chunk)
+        outs.append(out)
+        lasts.append(last)
+    return pieces.join_tokens(outs, 3), pieces.join_states(lasts, first_SRGFV)
 
 
 def _semiseparable_span(

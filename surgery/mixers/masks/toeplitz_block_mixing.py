@@ -21,7 +21,7 @@ otherwise the sum is unnormalised as in equation 6.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +30,12 @@ from torch import Tensor, nn
 from surgery.core.dispatch import dispatched
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape
-from surgery.mixers.masks.base import MASKS, MaskInputs, MaskState, Signals
+from surgery.mixers.masks.base import MASKS, Mask, MaskInputs, MaskState, Signals
 from surgery.mixers.masks.chunking import ChunkLayout, inverse_softplus
 from surgery.mixers.masks.semiseparable import Semiseparable, semiseparable
+
+if TYPE_CHECKING:
+    from surgery.mixers.common.packed_pieces import PackedPieces
 
 
 @dispatched
@@ -176,6 +179,11 @@ class ToeplitzBlocksMask(Semiseparable):
             chunk=chunk,
         )
         return out, None if state is None or last is None else {"sum": last}
+
+    def packed(self, row: MaskInputs, pieces: PackedPieces, state: MaskState, chunk: int) -> tuple[Tensor, MaskState]:
+        """Return (out_BGJTV, state after the pieces) of pieces of several sequences in one row: as rows, because gates
+        and sums of blocks depend on the position in the block."""
+        return Mask.packed(self, row, pieces, state, chunk)
 
     def step(self, rows: MaskInputs, state: MaskState) -> tuple[Tensor, MaskState]:
         """Return (out_BGJTV, state) for one token of each row."""
