@@ -15,7 +15,6 @@ from surgery.core.config import is_layer_selected
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig
 from surgery.mixers.head_hybrid import HeadHybrid, check_rotation
-from surgery.mixers.mlr import slowest_first
 from surgery.mixers.softmax import Softmax
 from surgery.planning.attention_recipe import HybridRecipe
 from surgery.planning.recipe import ConversionRecipe
@@ -71,9 +70,12 @@ def find_attention_targets(
             MIXERS[config].check_config(config, shape)
         except SurgeryError as error:
             raise SurgeryError(f"plan: {path}: {error}") from None
-        # A default order, until allocate_score_dims has measured the dimensions on calibration text.
-        cache = settings.cache_of(index, len(paths))
-        fixed = {"order": [slowest_first(shape)] * shape.groups} if cache is not None else {}
+        cache, fixed = settings.cache_of(index, len(paths)), {}
+        if cache is not None:
+            from surgery.mixers.mlr import slowest_first
+
+            # A default order, until allocate_score_dims has measured the dimensions on calibration text.
+            fixed = {"order": [slowest_first(shape)] * shape.groups}
         output = output_path(meta_model.model, path)
         targets[layer] = AttentionTarget(path, layer, index, len(paths), output, shape, config, fixed, softmax, cache)
     if not targets:
