@@ -196,6 +196,11 @@ def keep_heads(targets: dict[str, AttentionTarget], heads: Mapping[str, Sequence
     return mixer_targets
 
 
+def dropped_attention(targets: Iterable[AttentionTarget]) -> tuple[str, ...]:
+    """Return the path prefixes of the attention modules whose projections are dropped, because no mixer reads them."""
+    return tuple(f"{target.path}." for target in targets if not target.config.reads_projections)
+
+
 def softmax_shapes(
     meta_model: ModelDescription, targets: Iterable[AttentionTarget | NativeTarget]
 ) -> tuple[AttentionShape, ...]:

@@ -24,7 +24,12 @@ from surgery.core.config import is_layer_selected
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.registry import validate_config
 from surgery.mixers.softmax import describe_softmax
-from surgery.planning.attention_plan import AttentionTarget, find_attention_targets, softmax_shapes
+from surgery.planning.attention_plan import (
+    AttentionTarget,
+    dropped_attention,
+    find_attention_targets,
+    softmax_shapes,
+)
 from surgery.planning.joined import check_joins, group_by_input
 from surgery.planning.pruned_mlps import (
     Mlp,
@@ -40,6 +45,7 @@ from surgery.planning.shared_bases import check_can_share, share_bases
 from surgery.planning.speed import plan_by_time
 from surgery.planning.targets import FusedSlice, LinearTarget, Plan
 from surgery.structures import STRUCTURES, StructureConfig
+from surgery.structures.dropped import Dropped
 
 if TYPE_CHECKING:
     from surgery.planning.depth import DepthPlan
@@ -112,6 +118,7 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
             "not: the converted "
             "model reads text, and raises an error for images"
         )
+    without_attention = dropped_attention(attention_targets.values())
     targets: dict[str, tuple[LinearTarget, ...]] = {}
     joined, joining_notes = _joined_targets(recipe, layout)
     pruned, pruning_notes = _pruned_targets(recipe, layout, meta_model, set(attention_targets))
@@ -119,7 +126,9 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
     for linear in layout.linears:
         if linear.layer and linear.layer not in layout.layers:
             continue  # of a tower that stays as it is
-        if linear.path in pruned:
+        if linear.path.startswith(without_attention):
+            linear_targets = (dropped_target(linear),)
+        elif linear.path in pruned:
             linear_targets = pruned[linear.path]
         elif linear.path in joined:
             linear_targets = joined[linear.path]
@@ -476,6 +485,11 @@ def _linear_target(
     return LinearTarget(
         linear, out, settings.keep, feasible_configs, fused_slice, preview, recipe.round_ranks, share=share
     )
+
+
+def dropped_target(linear: LinearInfo) -> LinearTarget:
+    """Return the target of a linear that is dropped."""
+    return LinearTarget(linear, linear.out, 1.0, (Dropped(),), preview=Dropped())
 
 
 @lru_cache(4096)
