@@ -23,6 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from surgery.architectures.attention import attention_paths, attention_shape, output_path
 from surgery.architectures.dry_run import CACHE_ARGUMENTS
+from surgery.architectures.linears import find_linears
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.mixers import MIXERS, AttentionShape, Mixer, MixerConfig, MixerInputs
 from surgery.mixers.common.packed_documents import (
@@ -47,6 +48,7 @@ from surgery.modeling.converted_head import ConvertedModelMixin
 from surgery.modeling.generation import MixerGenerationMixin
 from surgery.modeling.modules import GuardedLinear
 from surgery.modeling.padding_positions import derive_positions
+from surgery.structures.dropped import Dropped, DroppedLinear
 
 ATTENTION_NAME = "surgery"
 # Arguments that say where the sequences of a packed row begin, or where their keys and values lie.
@@ -412,6 +414,14 @@ def attach_mixer(module: Any, mixer: Mixer) -> None:
     module.mixer = mixer
 
 
+def detach_mixer(module: Any) -> None:
+    """Give an attention module its library class and its attention again, without the mixer."""
+    del module.mixer
+    module.config = module.host
+    del module.host
+    module.__class__ = type(module).__bases__[1]
+
+
 def install(model: Any, mixers: dict[str, MixerConfig]) -> None:
     """Replace attention modules by mixers in place, and record them in the model's table for save_pretrained.
 
@@ -426,7 +436,8 @@ def install(model: Any, mixers: dict[str, MixerConfig]) -> None:
     for path, config in mixers.items():
         replace_attention(model, path, config)
         table.mixers[path] = config.to_dict()
-        table.modules.update(fold_output_projection(model, path))
+        projections = fold_output_projection if config.reads_projections else drop_projections
+        table.modules.update(projections(model, path))
     model.config.quantization_config = table
 
 
@@ -449,6 +460,22 @@ def restore_buffers(model: nn.Module) -> None:
                 fresh = dict(type(module.mixer)(module.mixer.config, module.mixer.shape).named_buffers())
             for name in lost:
                 module.mixer.get_buffer(name).copy_(fresh[name])
+
+
+def drop_projections(model: Any, path: str) -> dict[str, Any]:
+    """Replace the linears of the attention at `path` by dropped ones; return their table entries by path."""
+    entries: dict[str, Any] = {}
+    for linear in find_linears(model).linears:
+        if not linear.path.startswith(f"{path}."):
+            continue
+        before: Any = model.get_submodule(linear.path)
+        like = before.weight
+        dropped = DroppedLinear(linear.in_, linear.out, Dropped(), bias=False, device=like.device, dtype=like.dtype)
+        dropped.bias = before.bias
+        model.set_submodule(linear.path, dropped.train(before.training))
+        spec = {**Dropped().to_dict(), "in_features": linear.in_, "out_features": linear.out, "bias": linear.bias}
+        entries[linear.path] = {**spec, **({"transposed": True} if linear.transposed else {})}
+    return entries
 
 
 def fold_output_projection(model: Any, path: str) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from surgery.planning.pruned_mlps import (
     Mlp,
     check_sizes_of_rules,
     expert_settings,
+    find_mlps,
     find_pruned_mlps,
     is_pruned,
     prunable_mlps,
@@ -119,6 +120,7 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
             "model reads text, and raises an error for images"
         )
     without_attention = dropped_attention(attention_targets.values())
+    _check_dropped(recipe, layout, without_attention)
     targets: dict[str, tuple[LinearTarget, ...]] = {}
     joined, joining_notes = _joined_targets(recipe, layout)
     pruned, pruning_notes = _pruned_targets(recipe, layout, meta_model, set(attention_targets))
@@ -386,6 +388,41 @@ def _pruned_targets(
         target = LinearTarget(output, output.out, chosen.keep, (config,), neurons=heads, sizes=attention.sizes)
         targets[output.path] = (_with_preview(target),)
     return targets, notes
+
+
+def _check_dropped(recipe: ConversionRecipe, layout: ModelLayout, without_attention: tuple[str, ...]) -> None:
+    """Raise SurgeryError unless `structure: dropped` drops whole MLPs, and no other key decides about what is dropped.
+
+    without_attention: path prefixes of attention modules that are dropped.
+    """
+    settings = _settings_by_path(recipe, layout)
+    chosen = [path for path, several in settings.items() if any(one.structure == "dropped" for one in several)]
+    mlps = [mlp for mlp in find_mlps(layout, layout.layers) if not mlp.down.experts]
+    whole = {
+        linear.path
+        for mlp in mlps
+        if all(one.structure == "dropped" for linear in mlp.linears for one in settings[linear.path])
+        for linear in mlp.linears
+    }
+    for path in chosen:
+        if path not in whole:
+            raise SurgeryError(
+                f"plan: structure dropped drops an MLP with all of its linears, and {path} is not of an MLP that is "
+                "dropped as a whole. Give a rule {match: mlp.*, structure: dropped}; to drop attention give "
+                "attention: {mixer: none}, and for fewer routed experts the key experts"
+            )
+    if recipe.speed is not None and (chosen or without_attention):
+        raise SurgeryError("plan: speed has no measured times for structure dropped. Give keep instead of speed")
+    hybrid = recipe.attention.hybrid if recipe.attention else None
+    if hybrid is None or not hybrid.is_measured:
+        return
+    for path, several in settings.items():
+        if path.startswith(without_attention) and any(one.structure != "dense" for one in several):
+            raise SurgeryError(
+                f"plan: whether {path} is dropped is known after attention.hybrid has chosen layers by measurements, so "
+                "it cannot get another structure. Name the layers, for example hybrid: {layers: [0, 8]}, or add a rule "
+                "{match: attention.*, structure: dense}"
+            )
 
 
 def _applies(rule: Rule, linear: LinearInfo) -> bool:

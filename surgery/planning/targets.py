@@ -14,7 +14,7 @@ import torch
 
 from surgery.architectures.linears import LinearInfo, ModelLayout
 from surgery.mixers import AttentionShape
-from surgery.planning.attention_plan import AttentionTarget, keep_heads
+from surgery.planning.attention_plan import AttentionTarget, dropped_attention, keep_heads
 from surgery.planning.recipe import SIZE_KEYS, ConversionRecipe, is_given
 from surgery.structures import STRUCTURES, StructureConfig, StructuredLinear
 
@@ -284,6 +284,13 @@ class Plan:
             for both in (self.targets, self.pruned_targets)
         )
         return replace(self, targets=targets, pruned_targets=pruned_targets, **changes)
+
+    def with_attention(self, attention_targets: dict[str, AttentionTarget]) -> Plan:
+        """Return the plan with these attention targets, and the projections of those that keep attention."""
+        before, after = (dropped_attention(some.values()) for some in (self.attention_targets, attention_targets))
+        kept = tuple(prefix for prefix in before if prefix not in after)
+        targets = {path: slices for path, slices in self.targets.items() if not path.startswith(kept)}
+        return replace(self, attention_targets=attention_targets, targets=targets)
 
     def target_names(self) -> set[str]:
         """Return the names of all targets."""
