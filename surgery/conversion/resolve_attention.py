@@ -34,7 +34,7 @@ def resolve_attention_plan(ctx: ConversionContext, journal: Journal) -> tuple[Pl
             replaced = keep_heads(plan.attention_targets, told["heads"])
         else:
             replaced = keep_layers(plan.attention_targets, told["softmax"])
-        plan = plan.with_attention(replaced)
+        plan = replace(plan, attention_targets=replaced)
     if settings is not None and settings.chooses_ranks:
         from surgery.conversion.mixer_init.mlr_allocation import allocate_score_dims, allocated_targets
 

@@ -48,8 +48,12 @@ class NoAttentionMixer(Mixer):
         return out_BHTV, replace(state, seen_B=state.seen_B + count, max_seen=max_seen, donated=False)
 
     def dense(self, inputs: MixerInputs) -> Tensor:
-        """Return zeros (B, H, T, V)."""
-        return inputs.q_BHTK.new_zeros(*inputs.q_BHTK.shape[:3], self.shape.value)
+        """Return zeros (B, H, T, V), as sums over no dims, so that all parameters have a gradient of 0: replicas of
+        DistributedDataParallel wait for the gradient of each.
+        """
+        heads_BHT1 = inputs.q_BHTK[..., :0].sum(-1, keepdim=True)
+        groups_B1T1 = sum(x_BGTX[..., :0].sum((1, 3), keepdim=True) for x_BGTX in (inputs.k_BGTK, inputs.v_BGTV))
+        return (heads_BHT1 + groups_B1T1).repeat(1, 1, 1, self.shape.value)
 
     @classmethod
     def cost(cls, config: NoAttention, shape: AttentionShape, length: int) -> MixerCost:

@@ -465,8 +465,9 @@ def restore_buffers(model: nn.Module) -> None:
 def drop_projections(model: Any, path: str) -> dict[str, Any]:
     """Replace the linears of the attention at `path` by dropped ones; return their table entries by path."""
     entries: dict[str, Any] = {}
+    parts = (f"{path}.", f"{output_path(model, path)}.")
     for linear in find_linears(model).linears:
-        if not linear.path.startswith(f"{path}."):
+        if not f"{linear.path}.".startswith(parts):
             continue
         before: Any = model.get_submodule(linear.path)
         like = before.weight

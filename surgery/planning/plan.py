@@ -119,7 +119,7 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
             "not: the converted "
             "model reads text, and raises an error for images"
         )
-    without_attention = dropped_attention(attention_targets.values())
+    without_attention = dropped_attention(layout, attention_targets.values())
     _check_dropped(recipe, layout, without_attention)
     targets: dict[str, tuple[LinearTarget, ...]] = {}
     joined, joining_notes = _joined_targets(recipe, layout)
@@ -128,7 +128,7 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
     for linear in layout.linears:
         if linear.layer and linear.layer not in layout.layers:
             continue  # of a tower that stays as it is
-        if linear.path.startswith(without_attention):
+        if linear.path in without_attention:
             linear_targets = (dropped_target(linear),)
         elif linear.path in pruned:
             linear_targets = pruned[linear.path]
@@ -390,10 +390,10 @@ def _pruned_targets(
     return targets, notes
 
 
-def _check_dropped(recipe: ConversionRecipe, layout: ModelLayout, without_attention: tuple[str, ...]) -> None:
+def _check_dropped(recipe: ConversionRecipe, layout: ModelLayout, without_attention: set[str]) -> None:
     """Raise SurgeryError unless `structure: dropped` drops whole MLPs, and no other key decides about what is dropped.
 
-    without_attention: path prefixes of attention modules that are dropped.
+    without_attention: paths of the projections that are dropped.
     """
     settings = _settings_by_path(recipe, layout)
     chosen = [path for path, several in settings.items() if any(one.structure == "dropped" for one in several)]
@@ -414,15 +414,12 @@ def _check_dropped(recipe: ConversionRecipe, layout: ModelLayout, without_attent
     if recipe.speed is not None and (chosen or without_attention):
         raise SurgeryError("plan: speed has no measured times for structure dropped. Give keep instead of speed")
     hybrid = recipe.attention.hybrid if recipe.attention else None
-    if hybrid is None or not hybrid.is_measured:
-        return
-    for path, several in settings.items():
-        if path.startswith(without_attention) and any(one.structure != "dense" for one in several):
-            raise SurgeryError(
-                f"plan: whether {path} is dropped is known after attention.hybrid has chosen layers by measurements, so "
-                "it cannot get another structure. Name the layers, for example hybrid: {layers: [0, 8]}, or add a rule "
-                "{match: attention.*, structure: dense}"
-            )
+    if hybrid is not None and hybrid.is_measured and without_attention:
+        raise SurgeryError(
+            f"plan: attention.hybrid choose_by: {hybrid.choose_by} keeps softmax where it reads distant tokens, and "
+            "mixer none drops what near tokens give as well. Name the layers with softmax, for example hybrid: {layers: "
+            "[0, 8]}, or search for them: surgery search --only 'attention dropped'"
+        )
 
 
 def _applies(rule: Rule, linear: LinearInfo) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from surgery.architectures.linears import LinearInfo, ModelLayout
 from surgery.mixers import AttentionShape
-from surgery.planning.attention_plan import AttentionTarget, dropped_attention, keep_heads
+from surgery.planning.attention_plan import AttentionTarget, keep_heads
 from surgery.planning.recipe import SIZE_KEYS, ConversionRecipe, is_given
 from surgery.structures import STRUCTURES, StructureConfig, StructuredLinear
 
@@ -141,6 +141,11 @@ class LinearTarget:
         return bool(self.basis) or any(
             is_given(getattr(config, key, None)) for config in self.configs for key in SIZE_KEYS
         )
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether nothing of the matrix stays, so that there is nothing to fit."""
+        return any(config.name == "dropped" for config in self.configs)
 
     @property
     def has_uniform_width(self) -> bool:
@@ -285,13 +290,6 @@ class Plan:
         )
         return replace(self, targets=targets, pruned_targets=pruned_targets, **changes)
 
-    def with_attention(self, attention_targets: dict[str, AttentionTarget]) -> Plan:
-        """Return the plan with these attention targets, and the projections of those that keep attention."""
-        before, after = (dropped_attention(some.values()) for some in (self.attention_targets, attention_targets))
-        kept = tuple(prefix for prefix in before if prefix not in after)
-        targets = {path: slices for path, slices in self.targets.items() if not path.startswith(kept)}
-        return replace(self, attention_targets=attention_targets, targets=targets)
-
     def target_names(self) -> set[str]:
         """Return the names of all targets."""
         return {target.name for slices in self.targets.values() for target in slices}
@@ -342,6 +340,10 @@ class Plan:
         """
         targets = (slices[0] for slices in self.targets.values())
         return {linear.path: t for t in targets for linear in t.all_linears if layer is None or linear.layer == layer}
+
+    def fitted_targets(self) -> list[LinearTarget]:
+        """Return the targets that get a structure which is fitted to the matrix: not those that are dropped."""
+        return [target for target in self.replaced_targets() if not target.is_dropped]
 
     def replaced_targets(self) -> list[LinearTarget]:
         """Return the targets that get a structure."""

@@ -74,5 +74,8 @@ class DroppedLinear(StructuredLinear):
         return self.weight.new_zeros(self.out_features, self.in_features)
 
     def product(self, x: Tensor) -> Tensor:
-        """Return zeros (..., O), which depend on the empty core, so that a loss has a gradient for each parameter."""
-        return x.new_zeros(*x.shape[:-1], self.out_features) + self.weight.sum()
+        """Return zeros (..., O), as sums over no elements of x and of the core, so that both have a gradient of 0:
+        replicas of DistributedDataParallel wait for the gradient of each parameter.
+        """
+        zero = x[..., :0].sum(-1, keepdim=True) + self.weight.sum().to(x.dtype)
+        return zero.repeat(*(1,) * (x.dim() - 1), self.out_features)

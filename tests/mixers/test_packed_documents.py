@@ -57,6 +57,7 @@ CONFIGS = {
     "mlr, plain": {"mixer": "mlr", "ranks": [8]},
     "window": {"mixer": "window", "window": 6, "sinks": 2},
     "global window": {"mixer": "global_window", "ranks": [4, 4], "window": 6},
+    "none": {"mixer": "none"},
     "bilinear btt": {"mixer": "bilinear_btt"},
     "bilinear mlr": {"mixer": "bilinear_mlr", "ranks": [8, 4, 2]},
     "bilinear btt qk": {"mixer": "bilinear_btt", "base": "own", "norm": "qk"},
