@@ -239,7 +239,9 @@ def find_choices(model: MetaModel, settings: Mapping[str, Any], kinds: Sequence[
         for kind in left:
             costs = counted.of_kind(plans[kind.part, kind.name], kind, layer)
             if costs is not None:
-                covers = tuple(part_name(layer, part) for part in covered_parts(plans[kind.part, kind.name], kind, layer))
+                covers = tuple(
+                    part_name(layer, part) for part in covered_parts(plans[kind.part, kind.name], kind, layer)
+                )
                 found.append(Choice(layer, covers, kind.name, kind, costs))
         parts = list(dict.fromkeys(part for choice in found for part in choice.covers))
         choices += [Choice(layer, (part,), AS_IS) for part in parts]

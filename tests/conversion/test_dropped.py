@@ -83,6 +83,25 @@ def test_no_weight_is_stored(calibrated, tmp_path):
     assert all(2 * after == before for before, after in cache.values())  # of two layers one has a cache
 
 
+@pytest.mark.parametrize("layers", ["0", ":"])
+def test_generation_without_attention_in_the_first_layer(layers, tmp_path):
+    """The lengths of masks and positions are read from the cache of layer 0: it counts tokens all the same."""
+    original, ids = source(tmp_path), tiny_inputs("llama", 2, 12, seed=4)["input_ids"]
+    recipe = make_recipe(structure="dense", attention={"mixer": "none", "layers": layers})
+    convert(str(tmp_path / "source"), recipe, tmp_path / "out")
+    model = type(original).from_pretrained(tmp_path / "out").eval()
+    greedy = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
+    expected = model.generate(ids, use_cache=False, **greedy)
+    assert torch.equal(model.generate(ids, **greedy), expected)
+    assert torch.equal(model.generate(ids, cache_implementation="static", **greedy), expected)
+    assert torch.equal(model.generate(ids[:1], prompt_lookup_num_tokens=3, **greedy), expected[:1])
+    beams = model.generate(ids, use_cache=False, num_beams=3, **greedy)
+    assert torch.equal(model.generate(ids, num_beams=3, **greedy), beams)
+    padded = torch.cat([torch.full((2, 3), 1), ids], dim=1)
+    mask = (torch.arange(15) >= 3).long().expand(2, 15)
+    assert torch.equal(model.generate(padded, attention_mask=mask, **greedy)[:, 3:], expected)
+
+
 def test_training_keeps_dropped_parts(tmp_path):
     model = surgery.apply(source(tmp_path), make_recipe(**BOTH)).train()
     optimizer, ids = torch.optim.AdamW(model.parameters(), lr=1e-2), tiny_inputs("llama", 2, 12)["input_ids"]

@@ -57,7 +57,6 @@ CONFIGS = {
     "mlr, plain": {"mixer": "mlr", "ranks": [8]},
     "window": {"mixer": "window", "window": 6, "sinks": 2},
     "global window": {"mixer": "global_window", "ranks": [4, 4], "window": 6},
-    "none": {"mixer": "none"},
     "bilinear btt": {"mixer": "bilinear_btt"},
     "bilinear mlr": {"mixer": "bilinear_mlr", "ranks": [8, 4, 2]},
     "bilinear btt qk": {"mixer": "bilinear_btt", "base": "own", "norm": "qk"},
@@ -100,9 +99,8 @@ def far(got, wanted):
 
 
 def test_every_mixer_is_among_them():
-    assert {config["mixer"] for config in CONFIGS.values()} == set(MIXERS.names()) - {
-        "native"
-    }  # native: see test_native.py
+    # native: see test_native.py. none: no token sees another.
+    assert {config["mixer"] for config in CONFIGS.values()} == set(MIXERS.names()) - {"native", "none"}
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -14,7 +14,6 @@ from surgery.mixers import MIXERS, AttentionShape, MixerInputs, mixer_config
 from surgery.mixers.common import softmax as engine
 from surgery.mixers.head_hybrid import HeadHybrid
 from surgery.mixers.mlr import MLR
-from surgery.mixers.none import NoAttention
 from surgery.mixers.sliding_window import GlobalWindow, Window
 from surgery.mixers.softmax import Softmax
 
@@ -32,7 +31,6 @@ CONFIGS = {
     "softmax": Softmax(),
     "softmax without RoPE": Softmax("drop"),
     "heads": HeadHybrid((1,), Window(4, sinks=3)),
-    "none": NoAttention(),
 }
 # A row of left padding, one of right padding, one with holes, one whole.
 RAGGED = ["00000111111111111111111", "11111111111111110000000", "00110110001111110101110", "11111111111111111111111"]
