@@ -150,10 +150,10 @@ def densify_live(model: Any) -> int:
     for path in (path for path, module in modules.items() if isinstance(module, SharedBasis)):
         parent, _, leaf = path.rpartition(".")
         delattr(model.get_submodule(parent), leaf)
-    for path in without_attention:
-        detach_mixer(model.get_submodule(path))
-        del config.quantization_config.mixers[path]
     if config is not None:
+        for path in without_attention:
+            detach_mixer(model.get_submodule(path))
+            del config.quantization_config.mixers[path]
         for path in native:
             remove_level_weights(model.get_submodule(path))
             del config.quantization_config.mixers[path]

@@ -48,7 +48,6 @@ from surgery.modeling.converted_head import ConvertedModelMixin
 from surgery.modeling.generation import MixerGenerationMixin
 from surgery.modeling.modules import GuardedLinear
 from surgery.modeling.padding_positions import derive_positions
-from surgery.structures.dropped import Dropped, DroppedLinear
 
 ATTENTION_NAME = "surgery"
 # Arguments that say where the sequences of a packed row begin, or where their keys and values lie.
@@ -464,6 +463,9 @@ def restore_buffers(model: nn.Module) -> None:
 
 def drop_projections(model: Any, path: str) -> dict[str, Any]:
     """Replace the linears of the attention at `path` by dropped ones; return their table entries by path."""
+    # Imported by models without attention in some layers.
+    from surgery.structures.dropped import Dropped, DroppedLinear
+
     entries: dict[str, Any] = {}
     parts = (f"{path}.", f"{output_path(model, path)}.")
     for linear in find_linears(model).linears:

@@ -46,7 +46,6 @@ from surgery.planning.shared_bases import check_can_share, share_bases
 from surgery.planning.speed import plan_by_time
 from surgery.planning.targets import FusedSlice, LinearTarget, Plan
 from surgery.structures import STRUCTURES, StructureConfig
-from surgery.structures.dropped import Dropped
 
 if TYPE_CHECKING:
     from surgery.planning.depth import DepthPlan
@@ -129,7 +128,7 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
         if linear.layer and linear.layer not in layout.layers:
             continue  # of a tower that stays as it is
         if linear.path in without_attention:
-            linear_targets = (dropped_target(linear),)
+            linear_targets = _dropped_targets(linear)
         elif linear.path in pruned:
             linear_targets = pruned[linear.path]
         elif linear.path in joined:
@@ -521,9 +520,12 @@ def _linear_target(
     )
 
 
-def dropped_target(linear: LinearInfo) -> LinearTarget:
-    """Return the target of a linear that is dropped."""
-    return LinearTarget(linear, linear.out, 1.0, (Dropped(),), preview=Dropped())
+def _dropped_targets(linear: LinearInfo) -> tuple[LinearTarget, ...]:
+    """Return the only target of a projection that is dropped."""
+    # Imported by conversions that drop attention.
+    from surgery.structures.dropped import Dropped
+
+    return (LinearTarget(linear, linear.out, 1.0, (Dropped(),), preview=Dropped()),)
 
 
 @lru_cache(4096)
