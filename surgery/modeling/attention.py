@@ -23,7 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from surgery.architectures.attention import attention_paths, attention_shape, output_path
 from surgery.architectures.dry_run import CACHE_ARGUMENTS
-from surgery.architectures.linears import find_linears
+from surgery.architectures.linears import is_linear
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.mixers import MIXERS, AttentionShape, Mixer, MixerConfig, MixerInputs
 from surgery.mixers.common.packed_documents import (
@@ -462,22 +462,23 @@ def restore_buffers(model: nn.Module) -> None:
 
 
 def drop_projections(model: Any, path: str) -> dict[str, Any]:
-    """Replace the linears of the attention at `path` by dropped ones; return their table entries by path."""
+    """Replace the linears of the attention at `path` by dropped ones; return their table entries by path. Those that a
+    plan replaced are dropped already.
+    """
     # Imported by models without attention in some layers.
     from surgery.structures.dropped import Dropped, DroppedLinear
 
-    entries: dict[str, Any] = {}
-    parts = (f"{path}.", f"{output_path(model, path)}.")
-    for linear in find_linears(model).linears:
-        if not f"{linear.path}.".startswith(parts):
+    parts, entries = (f"{path}.", f"{output_path(model, path)}."), {}
+    for name, linear in list(model.named_modules()):
+        if not (f"{name}.".startswith(parts) and is_linear(linear)):
             continue
-        before: Any = model.get_submodule(linear.path)
-        like = before.weight
-        dropped = DroppedLinear(linear.in_, linear.out, Dropped(), bias=False, device=like.device, dtype=like.dtype)
-        dropped.bias = before.bias
-        model.set_submodule(linear.path, dropped.train(before.training))
-        spec = {**Dropped().to_dict(), "in_features": linear.in_, "out_features": linear.out, "bias": linear.bias}
-        entries[linear.path] = {**spec, **({"transposed": True} if linear.transposed else {})}
+        transposed = not isinstance(linear, nn.Linear)
+        (out, in_), like = reversed(linear.weight.shape) if transposed else linear.weight.shape, linear.weight
+        dropped = DroppedLinear(in_, out, Dropped(), bias=False, device=like.device, dtype=like.dtype)
+        dropped.bias = linear.bias
+        model.set_submodule(name, dropped.train(linear.training))
+        spec = {**Dropped().to_dict(), "in_features": in_, "out_features": out, "bias": linear.bias is not None}
+        entries[name] = {**spec, **({"transposed": True} if transposed else {})}
     return entries
 
 
