@@ -394,9 +394,10 @@ def _check_dropped(recipe: ConversionRecipe, layout: ModelLayout, without_attent
 
     without_attention: paths of the projections that are dropped.
     """
-    settings = _settings_by_path(recipe, layout)
+    is_named = "dropped" in (recipe.structure, *(rule.structure for rule in recipe.rules))
+    settings = _settings_by_path(recipe, layout) if is_named else {}
     chosen = [path for path, several in settings.items() if any(one.structure == "dropped" for one in several)]
-    mlps = [mlp for mlp in find_mlps(layout, layout.layers) if not mlp.down.experts]
+    mlps = [mlp for mlp in find_mlps(layout, layout.layers) if not mlp.down.experts] if is_named else []
     whole = {
         linear.path
         for mlp in mlps
