@@ -1,9 +1,10 @@
 """The choices of a search: what each layer's attention, projections and MLP may become, and what each choice costs.
 
     part            choices
-    attention       softmax as it is; a window; MLR attention at several shares of the key cache; log-linear attention
+    attention       softmax as it is; a window; MLR attention at several shares of the key cache; log-linear attention;
+                    dropped, with its projections
     projections     query, key, value and output projection: dense; low rank at several shares of the parameters
-    mlp             dense; fewer neurons, low rank, BTT, at several shares of the parameters
+    mlp             dense; fewer neurons, low rank, BTT, at several shares of the parameters; dropped
     all three       the layer is removed
 
 A kind of choice is a fragment of a recipe, so that costs come from the plan of that recipe, and a conversion by the
@@ -30,6 +31,7 @@ from surgery.conversion.mixer_init.base import build_mixer
 from surgery.core.errors import SurgeryError
 from surgery.mixers import AttentionShape, MixerConfig
 from surgery.mixers.cache_size import cache_bytes
+from surgery.mixers.none import NoAttention
 from surgery.modeling.modules import build_module, quantized_entry
 from surgery.modeling.quantize import make_storage
 from surgery.planning.attention_plan import AttentionTarget
@@ -41,12 +43,14 @@ from surgery.planning.targets import LinearTarget, Plan
 from surgery.planning.weights import narrowed_entries, table_entry
 from surgery.publish.summary import compare_costs, softmax_macs
 from surgery.structures import STRUCTURES
+from surgery.structures.dropped import Dropped
 from surgery.structures.quantized import Storage
 
 ATTENTION, PROJECTIONS, MLP = "attention", "projections", "mlp"  # the parts of a layer
 PATTERNS = {PROJECTIONS: "attention.*", MLP: "mlp.*"}  # of the rules of parts made of linears
 AS_IS = "as it is"  # the choice that leaves a part unchanged
 REMOVED = "removed"  # the choice that removes a layer
+DROPPED = "dropped"  # the choice that drops the attention of a layer, or its MLP
 COSTS = ("parameters", "bytes", "cache", "macs")
 FULL_BITS = 16  # weights that keep their dtype
 
@@ -106,8 +110,10 @@ def default_kinds() -> list[Kind]:
         Kind("window", ATTENTION, "window", shipped_mixer("sliding-window")),
         *(Kind(f"mlr {share:.0%}", ATTENTION, "mlr", {"mixer": "mlr", "cache": share}) for share in CACHES),
         Kind("log-linear", ATTENTION, "log_linear", shipped_mixer("log-linear")),
+        Kind(DROPPED, ATTENTION, DROPPED, {"mixer": NoAttention.name}),
         *linear_kinds(PROJECTIONS, "low_rank", SHARES),
         *(kind for structure in ("pruned", "low_rank", "btt") for kind in linear_kinds(MLP, structure, SHARES)),
+        Kind(DROPPED, MLP, DROPPED, {"structure": Dropped.name}),
     ]
 
 
@@ -128,7 +134,7 @@ class Choice:
     def key(self) -> str:
         """The name of the choice in the table."""
         stored = "" if self.bits == FULL_BITS else f", {self.bits} bits"
-        return f"{self.covers[0] if len(self.covers) == 1 else self.layer}: {self.name}{stored}"
+        return f"{self.layer if self.name == REMOVED else self.covers[0]}: {self.name}{stored}"
 
     @property
     def part(self) -> str:
@@ -233,8 +239,11 @@ def find_choices(model: MetaModel, settings: Mapping[str, Any], kinds: Sequence[
         for kind in left:
             costs = counted.of_kind(plans[kind.part, kind.name], kind, layer)
             if costs is not None:
-                found.append(Choice(layer, (part_name(layer, kind.part),), kind.name, kind, costs))
-        parts = list(dict.fromkeys(choice.covers[0] for choice in found))
+                covers = tuple(
+                    part_name(layer, part) for part in covered_parts(plans[kind.part, kind.name], kind, layer)
+                )
+                found.append(Choice(layer, covers, kind.name, kind, costs))
+        parts = list(dict.fromkeys(part for choice in found for part in choice.covers))
         choices += [Choice(layer, (part,), AS_IS) for part in parts]
         choices += found
         if parts and layer in removable[1:]:
@@ -257,7 +266,7 @@ def with_bits(choices: Choices, model: MetaModel, bits: Sequence[int], counting:
     found: list[Choice] = []
     for choice in choices.choices:
         found.append(choice)
-        if choice.part not in PATTERNS or (choice.layer, choice.part) not in targets:
+        if choice.part not in PATTERNS or (choice.layer, choice.part) not in targets or choice.name == DROPPED:
             continue
         unchanged = targets[choice.layer, choice.part]
         changed = [] if choice.kind is None else kind_targets(plans[choice.kind.part, choice.kind.name], choice.layer)
@@ -267,6 +276,12 @@ def with_bits(choices: Choices, model: MetaModel, bits: Sequence[int], counting:
             costs = counted.of_linears(both, make_storage(number))
             found.append(replace(choice, costs={**costs, "macs": choice.costs.get("macs", 0)}, bits=number))
     return found
+
+
+def covered_parts(plan: Plan, kind: Kind, layer: str) -> tuple[str, ...]:
+    """Return the parts of a layer that a kind of choice decides: where attention is dropped, the projections too."""
+    drops = kind.part == ATTENTION and bool(kind_targets(plan, layer))
+    return (ATTENTION, PROJECTIONS) if drops else (kind.part,)
 
 
 def kind_targets(plan: Plan, layer: str) -> list[LinearTarget]:
@@ -296,10 +311,13 @@ class LayerCosts:
 
     def of_kind(self, plan: Plan, kind: Kind, layer: str) -> dict[str, int] | None:
         """Return the costs of a kind in one layer, None if the layer has no such part."""
+        targets = kind_targets(plan, layer)
         if kind.part == ATTENTION:
             target = plan.attention_targets.get(layer)
-            return None if target is None else self.of_mixer(target)
-        targets = kind_targets(plan, layer)
+            if target is None:
+                return None
+            of_projections, of_mixer = self.of_linears(targets), self.of_mixer(target)
+            return {name: of_mixer[name] + cost for name, cost in of_projections.items()}
         return self.of_linears(targets) if targets else None
 
     def of_mixer(self, target: AttentionTarget) -> dict[str, int]:
@@ -361,6 +379,8 @@ class LayerCosts:
             }
         else:
             size, params = (target.out, target.in_), target.params(config)
+            if not params:  # a dropped matrix
+                return {phase: -before[phase] for phase in PHASES}
             after = {phase: self.device.linear_ns(phase, size, config.to_dict(), params) for phase in PHASES}
         return {phase: after[phase] - before[phase] for phase in PHASES}
 

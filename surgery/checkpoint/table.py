@@ -108,6 +108,11 @@ def is_pruned(spec: dict[str, Any]) -> bool:
     return spec.get("structure") == "pruned"
 
 
+def is_dropped(spec: Mapping[str, Any]) -> bool:
+    """Return whether a table entry is that of a linear without weights (surgery.structures.dropped)."""
+    return spec.get("structure") == "dropped"
+
+
 def is_narrowed(spec: dict[str, Any]) -> bool:
     """Return whether a table entry, or the structure of a record, is of linears that lose parts together, with their
     biases: of a pruned MLP or attention, or of attention with fewer value dims.

@@ -416,7 +416,7 @@ class Conversion:
 
         dist, layers = self.dist, self.ctx.plan.layout.layers
         for warning in uncalibrated_warnings(self.ctx, self.source.calibration_hint):
-            label = "warning:" if self.ctx.plan.replaced_targets() else "note:"
+            label = "warning:" if self.ctx.plan.fitted_targets() else "note:"
             self.progress.say(f"{label} {warning}")
         missing = [layer for layer in layers if self.journal.find("piece", piece=layer) is None]
         tick(len(layers) - len(missing))

@@ -2,7 +2,8 @@
 weights of native linear layers that are still 1.
 
 Pruned MLPs and attention get their original sizes again, with zeros for the neurons and heads that were removed, which
-add nothing.
+add nothing. Dropped MLPs get zeros, and dropped attention (`mixer: none`) becomes softmax attention whose projections are
+zero.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from surgery.core.journal import check_output_path
 from surgery.core.progress import Progress
 from surgery.mixers import mixer_config
 from surgery.modeling.applied import remove_table
+from surgery.modeling.attention import detach_mixer
 from surgery.modeling.joined import JoinedLinear
 from surgery.modeling.live import copy_hooks, has_adapter, is_converted, is_library_model, model_device
 from surgery.modeling.modules import (
@@ -59,7 +61,7 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
     out, "native": number of native linear layers without their level weights}.
 
     Weights keep their stored dtype, so a bfloat16 checkpoint rounds each product once. Mixers are not undone, except
-    level weights that are still 1.
+    `none` and level weights that are still 1.
     Raises SurgeryError if `converted` is not a valid converted checkpoint or has mixers only, or if `out` exists.
     """
     progress, out = progress or Progress(), Path(out)
@@ -72,6 +74,7 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
             "of heads, or its layers or experts are fewer, which config.json says, and no other linears were replaced. Use "
             "it as it is"
         )
+    mixers = {path: spec for path, spec in mixers.items() if mixer_config(spec).reads_projections}
     outputs = _output_projections(source, mixers)
     unused = unused_tensors(source.config["quantization_config"])
     model = check_openable(source, converted)
@@ -102,7 +105,7 @@ def _plain_level_weights(source: CheckpointSource, model: Any, mixers: dict[str,
 @torch.no_grad()
 def densify_live(model: Any) -> int:
     """Multiply the structured linears of a model in memory out, in place; return how many. Mixers are not undone,
-    except level weights that are still 1.
+    except `none` and level weights that are still 1.
 
     Weights keep their dtype, device and requires_grad. All products are computed before the first module is replaced.
     """
@@ -121,6 +124,8 @@ def densify_live(model: Any) -> int:
     config = getattr(model, "config", None) if is_library_model(model) else None
     table: dict[str, Any] = dict(config.quantization_config.modules) if config is not None else {}
     mixers: dict[str, Any] = dict(config.quantization_config.mixers) if config is not None else {}
+    without_attention = [path for path, spec in mixers.items() if not mixer_config(spec).reads_projections]
+    mixers = {path: spec for path, spec in mixers.items() if path not in without_attention}
     outputs = {output_path(model, path) for path in _with_softmax_before(mixers)}
     native = [path for path in mixers if has_plain_level_weights(model.get_submodule(path))]
     inside = tuple(f"{p}." for p, module in model.named_modules() if isinstance(module, (SplitLinear, JoinedLinear)))
@@ -147,6 +152,9 @@ def densify_live(model: Any) -> int:
         parent, _, leaf = path.rpartition(".")
         delattr(model.get_submodule(parent), leaf)
     if config is not None:
+        for path in without_attention:
+            detach_mixer(model.get_submodule(path))
+            del config.quantization_config.mixers[path]
         for path in native:
             remove_level_weights(model.get_submodule(path))
             del config.quantization_config.mixers[path]

@@ -14,7 +14,7 @@ from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.rewrite import rewrite_checkpoint, write_shards
 from surgery.checkpoint.safetensors_io import DTYPES, FLOAT_DTYPES, TensorSource
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
-from surgery.checkpoint.table import SHIM_NAME, is_quantized, quantization_table, renew_table, table_of
+from surgery.checkpoint.table import SHIM_NAME, is_dropped, is_quantized, quantization_table, renew_table, table_of
 from surgery.checkpoint.tensor_names import map_tensor_names
 from surgery.conversion.densify import check_openable
 from surgery.conversion.replacement import load_replacement_module
@@ -72,7 +72,7 @@ def quantize(
     for path, entry in dense.items():
         stored = names[f"{path}.weight"].removesuffix(".weight")
         entry |= {} if stored == path else {"file_name": stored}
-    every = {**table, **dense}
+    every = {path: entry for path, entry in {**table, **dense}.items() if not is_dropped(entry)}
     storages = dict.fromkeys(every, given) if given is not None else storages_by_rules(skeleton, every, rules)
     whole = {path: every[path] for path in storages}
     config = copy.deepcopy(renew_table(source.config, converted))

@@ -200,7 +200,7 @@ def uncalibrated_warnings(ctx: ConversionContext, hint: str) -> list[str]:
     mixers. hint: what to do.
     """
     warnings = []
-    if ctx.data is None and ctx.plan.replaced_targets():
+    if ctx.data is None and ctx.plan.fitted_targets():
         untuned = " and not tuned" if ctx.recipe.epochs.is_on else ""
         warnings.append(
             f"no calibration text: weights are projected in the Frobenius norm{untuned}, which damages a pretrained "

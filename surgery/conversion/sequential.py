@@ -246,9 +246,11 @@ class SequentialConverter:
                     self._fit_shared_bases(call, stage, weights, replacement, routed[stage.experts], grams)
                     continue
                 moments_of = partial(self._expert_moments, call, stage, weights, replacement, routed[stage.experts])
-            fit = moments_of(self.fit)
+            is_dropped = all(target.is_dropped for path in stage.paths for target in targets[path])
+            fit = None if is_dropped else moments_of(self.fit)
             # Computed on first use: by then the Cholesky factor of a wide input's C has been freed.
-            held_out = cache(partial(moments_of, self.held_out, besides=fit)) if self.validate else None
+            validate = self.validate and fit is not None
+            held_out = cache(partial(moments_of, self.held_out, besides=fit)) if validate else None
             if held_out is not None and self.runner.ranks.count > 1:
                 held_out()  # a collective operation: all processes call it here, not only those that fit a matrix
             fit_context = FitContext(fit, held_out, damping=self.recipe.damping, sweeps=self.recipe.sweeps)
@@ -259,7 +261,9 @@ class SequentialConverter:
             }
             fitted = broadcast_fits(self.runner.ranks, fits, call.device)
             for path in stage.paths:
-                results = [with_bias_change(fitted[target.name], fit) for target in targets[path]]
+                results = [fitted[target.name] for target in targets[path]]
+                if fit is not None:
+                    results = [with_bias_change(result, fit) for result in results]
                 add_linear(self.model, list(targets[path]), results, call.device, replacement)
                 if self.tune_epochs:
                     replacement.find_structured()

@@ -253,7 +253,7 @@ def choose_budgets(ctx: ConversionContext) -> tuple[dict[str, float], dict[str, 
     uniform = uniform_budgets(plan)
     if ctx.data is None:
         return uniform, {"kept": "uniform", "why": "no calibration text"}
-    if not plan.replaced_targets():
+    if not plan.fitted_targets():
         return uniform, {"kept": "uniform", "why": "no linear is replaced"}
     free = {name: [t for t in p.replaced_targets() if not t.has_fixed_rank] for name, p in plan.contenders().items()}
     is_measured = recipe.allocate == "measured" and any(free.values())

@@ -23,6 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from surgery.architectures.attention import attention_paths, attention_shape, output_path
 from surgery.architectures.dry_run import CACHE_ARGUMENTS
+from surgery.architectures.linears import is_linear
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.mixers import MIXERS, AttentionShape, Mixer, MixerConfig, MixerInputs
 from surgery.mixers.common.packed_documents import (
@@ -412,6 +413,14 @@ def attach_mixer(module: Any, mixer: Mixer) -> None:
     module.mixer = mixer
 
 
+def detach_mixer(module: Any) -> None:
+    """Give an attention module its library class and its attention again, without the mixer."""
+    del module.mixer
+    module.config = module.host
+    del module.host
+    module.__class__ = type(module).__bases__[1]
+
+
 def install(model: Any, mixers: dict[str, MixerConfig]) -> None:
     """Replace attention modules by mixers in place, and record them in the model's table for save_pretrained.
 
@@ -426,7 +435,8 @@ def install(model: Any, mixers: dict[str, MixerConfig]) -> None:
     for path, config in mixers.items():
         replace_attention(model, path, config)
         table.mixers[path] = config.to_dict()
-        table.modules.update(fold_output_projection(model, path))
+        projections = fold_output_projection if config.reads_projections else drop_projections
+        table.modules.update(projections(model, path))
     model.config.quantization_config = table
 
 
@@ -449,6 +459,27 @@ def restore_buffers(model: nn.Module) -> None:
                 fresh = dict(type(module.mixer)(module.mixer.config, module.mixer.shape).named_buffers())
             for name in lost:
                 module.mixer.get_buffer(name).copy_(fresh[name])
+
+
+def drop_projections(model: Any, path: str) -> dict[str, Any]:
+    """Replace the linears of the attention at `path` by dropped ones; return their table entries by path. Those that a
+    plan replaced are dropped already.
+    """
+    # Imported by models without attention in some layers.
+    from surgery.structures.dropped import Dropped, DroppedLinear
+
+    parts, entries = (f"{path}.", f"{output_path(model, path)}."), {}
+    for name, linear in list(model.named_modules()):
+        if not (f"{name}.".startswith(parts) and is_linear(linear)):
+            continue
+        transposed = not isinstance(linear, nn.Linear)
+        (out, in_), like = reversed(linear.weight.shape) if transposed else linear.weight.shape, linear.weight
+        dropped = DroppedLinear(in_, out, Dropped(), bias=False, device=like.device, dtype=like.dtype)
+        dropped.bias = linear.bias
+        model.set_submodule(name, dropped.train(linear.training))
+        spec = {**Dropped().to_dict(), "in_features": in_, "out_features": out, "bias": linear.bias is not None}
+        entries[name] = {**spec, **({"transposed": True} if transposed else {})}
+    return entries
 
 
 def fold_output_projection(model: Any, path: str) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def build_module(
     if getattr(resolved, "blocks", None) != getattr(config, "blocks", None):  # "sqrt" is allowed in recipes only
         raise SurgeryError(f"{DAMAGED_TABLE}: {config} of an {out} x {in_} matrix; its blocks must be numbers")
     rank, full = getattr(config, "rank", 1), structure.full_rank(resolved, out, in_)
-    if rank is None or rank == "full" or not 1 <= rank <= full:
+    if rank is None or rank == "full" or not min(1, full) <= rank <= full:
         raise SurgeryError(
             f"{DAMAGED_TABLE}: {config} of an {out} x {in_} matrix; its rank must be a number from 1 to {full}"
         )

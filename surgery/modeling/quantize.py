@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from surgery.architectures.linears import find_linears
-from surgery.checkpoint.table import is_quantized
+from surgery.checkpoint.table import is_dropped, is_quantized
 from surgery.core.errors import SurgeryError
 from surgery.modeling.joined import JoinedLinear, connect_joined
 from surgery.modeling.live import copy_hooks, has_adapter, is_converted, model_device
@@ -68,7 +68,7 @@ def quantize_live(model: Any, bits: int = 8, group: int | None = None, format: F
     split_named_experts(skeleton, table.modules)
     before, find = stored_bytes(model), ModuleFinder(model)
     dense = {path: entry for path, entry in dense_linears(skeleton, table.modules).items() if find(path) is not None}
-    whole = {**table.modules, **dense}
+    whole = {path: entry for path, entry in {**table.modules, **dense}.items() if not is_dropped(entry)}
     storages = dict.fromkeys(whole, storage)
     modules = quantized_table(whole, storages)
     places = {path: name for path in whole if (name := find(path)) is not None}
@@ -78,7 +78,7 @@ def quantize_live(model: Any, bits: int = 8, group: int | None = None, format: F
         model.set_submodule(name, quantized)
     connect_joined(replaced)
     hold_groups(model)
-    table.modules = modules
+    table.modules = {**table.modules, **modules}
     summary = {**storage_summary(storages), "bytes_before": before, "bytes_after": stored_bytes(model)}
     if isinstance(report := getattr(model, "surgery_report", None), dict):
         report["storage"] = summary

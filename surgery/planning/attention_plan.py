@@ -198,6 +198,17 @@ def keep_heads(targets: dict[str, AttentionTarget], heads: Mapping[str, Sequence
     return mixer_targets
 
 
+def dropped_attention(layout: ModelLayout, targets: Iterable[AttentionTarget]) -> set[str]:
+    """Return the paths of the projections that are dropped, because the mixers of their modules do not read them."""
+    parts = tuple(
+        f"{path}."
+        for target in targets
+        if not target.config.reads_projections
+        for path in (target.path, target.output)  # BERT's output projection is not in the module
+    )
+    return {linear.path for linear in layout.linears if f"{linear.path}.".startswith(parts)}
+
+
 def softmax_shapes(
     meta_model: ModelDescription, targets: Iterable[AttentionTarget | NativeTarget]
 ) -> tuple[AttentionShape, ...]:

@@ -24,12 +24,18 @@ from surgery.core.config import is_layer_selected
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.registry import validate_config
 from surgery.mixers.softmax import describe_softmax
-from surgery.planning.attention_plan import AttentionTarget, find_attention_targets, softmax_shapes
+from surgery.planning.attention_plan import (
+    AttentionTarget,
+    dropped_attention,
+    find_attention_targets,
+    softmax_shapes,
+)
 from surgery.planning.joined import check_joins, group_by_input
 from surgery.planning.pruned_mlps import (
     Mlp,
     check_sizes_of_rules,
     expert_settings,
+    find_mlps,
     find_pruned_mlps,
     is_pruned,
     prunable_mlps,
@@ -112,6 +118,8 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
             "not: the converted "
             "model reads text, and raises an error for images"
         )
+    without_attention = dropped_attention(layout, attention_targets.values())
+    _check_dropped(recipe, layout, without_attention)
     targets: dict[str, tuple[LinearTarget, ...]] = {}
     joined, joining_notes = _joined_targets(recipe, layout)
     pruned, pruning_notes = _pruned_targets(recipe, layout, meta_model, set(attention_targets))
@@ -119,7 +127,9 @@ def make_plan(meta_model: ModelDescription, recipe: ConversionRecipe) -> Plan:
     for linear in layout.linears:
         if linear.layer and linear.layer not in layout.layers:
             continue  # of a tower that stays as it is
-        if linear.path in pruned:
+        if linear.path in without_attention:
+            linear_targets = _dropped_targets(linear)
+        elif linear.path in pruned:
             linear_targets = pruned[linear.path]
         elif linear.path in joined:
             linear_targets = joined[linear.path]
@@ -379,6 +389,39 @@ def _pruned_targets(
     return targets, notes
 
 
+def _check_dropped(recipe: ConversionRecipe, layout: ModelLayout, without_attention: set[str]) -> None:
+    """Raise SurgeryError unless `structure: dropped` drops whole MLPs, and no other key decides about what is dropped.
+
+    without_attention: paths of the projections that are dropped.
+    """
+    is_named = "dropped" in (recipe.structure, *(rule.structure for rule in recipe.rules))
+    settings = _settings_by_path(recipe, layout) if is_named else {}
+    chosen = [path for path, several in settings.items() if any(one.structure == "dropped" for one in several)]
+    mlps = [mlp for mlp in find_mlps(layout, layout.layers) if not mlp.down.experts] if is_named else []
+    whole = {
+        linear.path
+        for mlp in mlps
+        if all(one.structure == "dropped" for linear in mlp.linears for one in settings[linear.path])
+        for linear in mlp.linears
+    }
+    for path in chosen:
+        if path not in whole:
+            raise SurgeryError(
+                f"plan: structure dropped drops an MLP with all of its linears, and {path} is not of an MLP that is "
+                "dropped as a whole. Give a rule {match: mlp.*, structure: dropped}; to drop attention give "
+                "attention: {mixer: none}, and for fewer routed experts the key experts"
+            )
+    if recipe.speed is not None and (chosen or without_attention):
+        raise SurgeryError("plan: speed has no measured times for structure dropped. Give keep instead of speed")
+    hybrid = recipe.attention.hybrid if recipe.attention else None
+    if hybrid is not None and hybrid.is_measured and without_attention:
+        raise SurgeryError(
+            f"plan: attention.hybrid choose_by: {hybrid.choose_by} keeps softmax where it reads distant tokens, and "
+            "mixer none drops what near tokens give as well. Name the layers with softmax, for example hybrid: {layers: "
+            "[0, 8]}, or search for them: surgery search --only 'attention dropped'"
+        )
+
+
 def _applies(rule: Rule, linear: LinearInfo) -> bool:
     """Return whether a rule matches a linear, in its layer."""
     if rule.layers is not None and (
@@ -476,6 +519,14 @@ def _linear_target(
     return LinearTarget(
         linear, out, settings.keep, feasible_configs, fused_slice, preview, recipe.round_ranks, share=share
     )
+
+
+def _dropped_targets(linear: LinearInfo) -> tuple[LinearTarget, ...]:
+    """Return the only target of a projection that is dropped."""
+    # Imported by conversions that drop attention.
+    from surgery.structures.dropped import Dropped
+
+    return (LinearTarget(linear, linear.out, 1.0, (Dropped(),), preview=Dropped()),)
 
 
 @lru_cache(4096)

@@ -65,7 +65,7 @@ def find_pruned_mlps(
                 "and structure pruned removes neurons of MLPs and heads of attention. Match mlp.*, expert.* or "
                 "attention.*, or give this linear another structure"
             )
-    mlps, paths = list(_mlps(layout, {linear.layer for linear in chosen})), {linear.path for linear in chosen}
+    mlps, paths = list(find_mlps(layout, {linear.layer for linear in chosen})), {linear.path for linear in chosen}
     pruned = [mlp for mlp in mlps if any(linear.path in paths for linear in mlp.linears)]
     for mlp in pruned:
         check_same_settings(mlp.linears, settings, "a neuron of an MLP", mlp.pattern)
@@ -107,7 +107,7 @@ def prunable_mlps(layout: ModelLayout, settings: Settings, model: Any) -> list[M
     Experts, which get one width, need one share. settings: of the linears of the layers that are converted.
     """
     mlps: dict[bool, list[Mlp]] = {False: [], True: []}  # by whether they are routed experts
-    for mlp in _mlps(layout, layout.layers):
+    for mlp in find_mlps(layout, layout.layers):
         if any(one.structure != "auto" for linear in mlp.linears for one in settings[linear.path]):
             continue
         with suppress(SurgeryError):
@@ -167,7 +167,7 @@ def shared_width_notes(targets: Iterable[LinearTarget], layout: ModelLayout, con
     ]
 
 
-def _mlps(layout: ModelLayout, layers: Iterable[str]) -> Iterator[Mlp]:
+def find_mlps(layout: ModelLayout, layers: Iterable[str]) -> Iterator[Mlp]:
     """Yield the MLPs of some layers, by their parent if a layer has several, such as a dense one, a shared expert and
     routed ones.
     """

@@ -12,6 +12,7 @@ rules:                # later rules win; match: a role or a path, with * and ?
   - {match: "attention.*", share: input}    # one matrix for query, key and value, see joined.py
   - {match: "mlp.*", structure: pruned}     # fewer neurons, see pruned_mlps.py; width: 768, or uniform: one for all layers
   - {match: "expert.*", structure: pruned}        # fewer neurons in every routed expert, one width for all
+  - {match: "mlp.*", structure: dropped, layers: "20:24"}       # no MLP, see surgery/structures/dropped.py
   - {match: "attention.*", structure: pruned}     # fewer heads, see pruned_heads.py; groups: 4, or uniform
 depth: {drop: 8}      # fewer layers, see depth_recipe.py; all other keys are of the model without them
 experts: 6            # fewer routed experts in each layer, see fewer_experts.py; all other keys are of the model with these
@@ -317,10 +318,11 @@ class ConversionRecipe(_StrictModel):
         for name in names:
             config_type: Any = STRUCTURES.config_type(name)
             if config_type.of_mlp and name != "pruned":
+                pattern = "mlp.*" if name == "dropped" else "attention.value"
                 raise SurgeryError(
-                    f"candidates: {name} replaces the values and the output projection of attention together, and a "
-                    "candidate replaces one linear, or an MLP. Leave it out, and give these a rule, for example "
-                    f"{{match: attention.value, structure: {name}}}"
+                    f"candidates: {name} replaces several linears together whatever they hold, and a candidate replaces "
+                    "one linear, or an MLP. Leave it out, and give these a rule, for example "
+                    f"{{match: {pattern}, structure: {name}}}"
                 )
         if set(names) == {"pruned"}:
             raise SurgeryError(

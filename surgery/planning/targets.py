@@ -143,6 +143,11 @@ class LinearTarget:
         )
 
     @property
+    def is_dropped(self) -> bool:
+        """Whether nothing of the matrix stays, so that there is nothing to fit."""
+        return any(config.name == "dropped" for config in self.configs)
+
+    @property
     def has_uniform_width(self) -> bool:
         """Whether all pruned MLPs, or all pruned attention, get one width, which the budget chooses."""
         return any(getattr(config, "width", None) == "uniform" for config in self.configs)
@@ -335,6 +340,10 @@ class Plan:
         """
         targets = (slices[0] for slices in self.targets.values())
         return {linear.path: t for t in targets for linear in t.all_linears if layer is None or linear.layer == layer}
+
+    def fitted_targets(self) -> list[LinearTarget]:
+        """Return the targets that get a structure which is fitted to the matrix: not those that are dropped."""
+        return [target for target in self.replaced_targets() if not target.is_dropped]
 
     def replaced_targets(self) -> list[LinearTarget]:
         """Return the targets that get a structure."""

@@ -68,7 +68,7 @@ def plan_table(plan: dict[str, Any]) -> list[Any]:
             "the structures shown give every matrix the same share of the time; a conversion with --calibration "
             "chooses those that save most error"
         )
-    elif plan["recipe"]["allocate"] != "uniform" and total["modules"]:
+    elif plan["recipe"]["allocate"] != "uniform" and set(plan["candidates"]) - {"dropped"}:
         lines.append(
             "the ranks shown keep the same share of every matrix; a conversion with --calibration gives more to "
             "matrices whose errors fall most "

@@ -14,7 +14,7 @@ from typing import Any
 
 from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
-from surgery.checkpoint.table import QUANT_METHOD, is_pruned, read_mixers, read_table
+from surgery.checkpoint.table import QUANT_METHOD, is_dropped, is_pruned, read_mixers, read_table
 from surgery.checkpoint.tensor_names import check_tensors
 from surgery.core.errors import SurgeryError
 from surgery.mixers import MIXERS, MixerConfig, mixer_config
@@ -97,6 +97,12 @@ def check_config(config: dict[str, Any], name: str) -> ServedTable:
                 f"{name}, {path}: the layers have different numbers of heads, which vLLM's classes have no place for. "
                 "Convert with groups: uniform, or use `transformers serve`, or `surgery serve`, which chooses it"
             )
+        if is_dropped(entry):
+            raise SurgeryError(
+                f"{name}, {path}: this layer has no MLP, or no attention, and vLLM's classes have both in every layer. Use "
+                "`transformers serve`, or `surgery serve`, which chooses it, or give the layer zero weights by `surgery "
+                "densify`"
+            )
         if entry.get("structure") == "value_dims":
             raise SurgeryError(
                 f"{name}, {path}: values with fewer dims are not served by vLLM's plugin. Use `transformers serve`, or "
@@ -129,6 +135,11 @@ def check_mixer(config: MixerConfig, where: str) -> MixerConfig:
         raise SurgeryError(
             f"{where}: this native linear layer has level weights, and vLLM's own Gated DeltaNet and Mamba-2 layers have "
             "one state for each sequence. Use `transformers serve`, or `surgery serve`, which chooses it"
+        )
+    if not config.reads_projections:
+        raise SurgeryError(
+            f"{where}: this layer has no attention, and vLLM's classes have attention in every layer. Use `transformers "
+            "serve`, or `surgery serve`, which chooses it, or give the layer zero weights by `surgery densify`"
         )
     if isinstance(config, HeadHybrid):
         raise SurgeryError(

@@ -83,6 +83,24 @@ def test_a_converted_recipe_has_the_predicted_costs(number, searched, source, tm
     assert after == point["costs"]["cache"]
 
 
+def test_dropped_attention_and_mlps(searched, source, text, tmp_path):
+    """A search that may only drop parts drops attention, with its cache, and MLPs; its recipe has the predicted costs."""
+    out = tmp_path / "SEARCH"
+    shutil.copytree(searched[0], out)
+    limits = {"cache": "70%", "parameters": "80%"}
+    result = search(str(source), out, limits, settings_of(text, only="attention dropped,mlp dropped", points=0))
+    asked = result["points"][0]
+    assert asked["choices"].keys() == {"attention dropped", "mlp dropped"} and not result["excess"]
+    recipe = load_recipe(str(out / asked["recipe"]), ["tune=false"])
+    assert recipe.attention.mixer == "none" and all(rule.structure == "dropped" for rule in recipe.rules)
+    report = convert(str(source), recipe, tmp_path / "OUT", device="cpu")
+    costs = asked["costs"]
+    totals = (report["totals"]["params_after"], report["totals"]["bytes_after"])
+    assert totals == (costs["parameters"], costs["bytes"])
+    told = inspect(str(tmp_path / "OUT"))
+    assert told["attention_totals"]["cache_bytes"]["8192"][1] == costs["cache"] <= result["limits"]["cache"]
+
+
 def test_bits_are_for_quantize(searched, source, text, tmp_path):
     """Recipe and rules together have the predicted bytes; where nothing else changes, the source is quantized."""
     out = tmp_path / "SEARCH"

@@ -589,6 +589,7 @@ SPECS: list[dict] = [
     {"mixer": "linear", "mask": {"name": "blocks", "block": 16, "count": 8}, "features": "relu", "normalise": True},
     {"mixer": "linear", "mask": "decay", "features": "hedgehog", "normalise": True, "window": 8, "sinks": 2, "convolution": 4, "output_gate": "head", "rope": "drop"},
     {"mixer": "linear", "mask": "fourier"},
+    {"mixer": "none"},
     {"mixer": "softmax", "rope": "drop", "scale": "length", "trained_length": 8},
     {"mixer": "head_hybrid", "softmax_heads": [1], "others": {"mixer": "linear", "mask": "hierarchical", "scores": "delta", "window": 4, "rope": "both"}},
 ]  # fmt: skip

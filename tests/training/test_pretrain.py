@@ -134,10 +134,11 @@ def test_outside_d4_files_planted_beside_the_initial_checkpoint(text, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_mixers_and_other_families(text, tmp_path):
+@pytest.mark.parametrize("mixer", [{"mixer": "linear", "mask": "decay"}, {"mixer": "none"}], ids=str)
+def test_mixers_and_other_families(mixer, text, tmp_path):
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = {"model_type": "llama", **shape, "num_key_value_heads": 1, "max_position_embeddings": 32}
-    layers = {"structure": "low_rank", "rank": 4, "attention": {"mixer": "linear", "mask": "decay"}}
+    layers = {"structure": "low_rank", "rank": 4, "attention": mixer}
     bpe = {"kind": "bpe", "vocab_size": 300}
     record = pretrain(small(text, model=model, layers=layers, tokenizer=bpe), tmp_path / "out", device="cpu")
     assert record["validation"]["before"]["loss"] > record["validation"]["after"]["loss"]

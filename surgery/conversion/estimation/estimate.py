@@ -99,7 +99,7 @@ def estimate_steps(shape: ConversionShape, setting: Setting) -> list[Step]:
     steps, recipe, plan, rows = StepEstimates(shape, setting), shape.plan.recipe, shape.plan, shape.rows
     if rows is None:
         return [steps.data_free(), _write(shape, setting)]
-    conversion_steps, targets = [], plan.replaced_targets()
+    conversion_steps, targets = [], plan.fitted_targets()
     if recipe.generated_tokens:
         conversion_steps.append(steps.generation(rows))
     hybrid = recipe.attention.hybrid if recipe.attention else None

@@ -25,6 +25,7 @@ FARS = (
     "system)"
 )
 GUO = "Guo et al. 2025, Log-Linear Attention, arXiv:2506.04761"
+HE = "He et al. 2024, What Matters in Transformers? Not All Attention is Needed, arXiv:2406.15786"
 KASAI = "Kasai et al. 2021, Finetuning Pretrained Transformers into RNNs, arXiv:2103.13076"
 LASBY = "Lasby et al. 2025, REAP the Experts: Why Pruning Prevails for One-Shot MoE Compression, arXiv:2510.13999"
 LIN = "Lin et al. 2024, MoDeGPT: Modular Decomposition for Large Language Model Compression, arXiv:2408.09632"
@@ -82,6 +83,7 @@ PAPERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "structure": {
         "block_tensor_train": (QIU,),
         "btt": (QIU,),
+        "dropped": (HE,),
         "kronecker": (VAN_LOAN,),
         "low_rank": (WANG,),
         "mlbtc": (KUANG,),
@@ -100,6 +102,7 @@ PAPERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "linear": (KATHAROPOULOS,),
         "mlr": (KUANG,),
         "native": (GUO,),
+        "none": (HE,),
         "window": (BELTAGY,),
     },
     "mask": {
