@@ -65,7 +65,7 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
     Raises SurgeryError if `converted` is not a valid converted checkpoint or has mixers only, or if `out` exists.
     """
     progress, out = progress or Progress(), Path(out)
-    check_output_path(out, True)
+    check_output_path(out, True, "checkpoint")
     source = open_converted_checkpoint(converted)
     table, mixers = table_of(source), mixers_of(source)
     if not table and not mixers and "quantization_config" not in source.config:

@@ -57,7 +57,7 @@ def quantize(
     """
     progress, out = progress or Progress(), Path(out)
     given = None if rules is not None else make_storage(bits, group, format)
-    check_output_path(out, True)
+    check_output_path(out, True, "checkpoint")
     source = open_converted_checkpoint(converted)
     is_original = rules is not None and is_unconverted(source)
     table = {} if is_original else table_of(source)

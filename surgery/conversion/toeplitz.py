@@ -59,7 +59,7 @@ def convert_to_toeplitz(converted: str, out: str | Path, components: int = COMPO
     Raises SurgeryError if the checkpoint has no block mixing, or if `out` exists.
     """
     out = Path(out)
-    check_output_path(out, True)
+    check_output_path(out, True, "checkpoint")
     source = open_converted_checkpoint(converted)
     fits = toeplitz_fits(source, components)
     if not fits:

@@ -14,7 +14,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from surgery.architectures.expert_layout import is_merge_rule
 from surgery.architectures.experts import has_split_experts, merged_experts, split_experts
-from surgery.checkpoint.safetensors_io import CONVOLUTION_PART, read_header
+from surgery.checkpoint.safetensors_io import CONVOLUTION_PART, DTYPES, TensorInfo, read_header
 from surgery.checkpoint.table import QUANT_METHOD, has_shims, is_pruned
 from surgery.checkpoint.tensor_names import check_tensors, find_model_class, unused_tensors
 from surgery.core.errors import SurgeryError
@@ -32,7 +32,7 @@ from surgery.modeling.modules import (
 from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.structures import StructuredLinear
 from surgery.structures.call_scope import hold_groups
-from surgery.structures.quantized import QuantizedLinear
+from surgery.structures.quantized import DAMAGED, QuantizedLinear
 
 
 class SurgeryQuantizer(HfQuantizer):
@@ -73,7 +73,8 @@ class SurgeryQuantizer(HfQuantizer):
         if not self.pre_quantized:
             raise SurgeryError("models are converted with `surgery convert`, not on loading")
         name, written = model.config.name_or_path or "the checkpoint", _written_as(model)
-        stored = [] if checkpoint_files is None else _tensors_in(checkpoint_files)
+        infos = {} if checkpoint_files is None else _tensors_in(checkpoint_files)
+        stored = list(infos)
         if any(name.endswith(CONVOLUTION_PART) for name in stored):
             from surgery.checkpoint.joined_convolutions import joined_convolutions
 
@@ -83,9 +84,11 @@ class SurgeryQuantizer(HfQuantizer):
             split_named_experts(one, stored)
         if written is None:
             replace_modules(model, *self._tables(), strict=False)
+            _check_quantized_dtypes(model, infos)
             self.has_split_experts = has_split_experts(model)
             return
         replace_modules(written, *self._tables())
+        _check_quantized_dtypes(written, infos)
         if checkpoint_files is not None:
             check_tensors(written, stored, name, unused_tensors(self.quantization_config))
         if written is not model:
@@ -247,13 +250,29 @@ def _written_as(model: Any) -> Any:
     return model if is_of_transformers or type(model).__name__ in (model.config.architectures or ()) else None
 
 
-def _tensors_in(files: list[str]) -> list[str]:
+def _check_quantized_dtypes(model: Any, stored: Mapping[str, TensorInfo]) -> None:
+    """Raise SurgeryError for a linear in 8 or 4 bits whose values or scales have another dtype in the files than its
+    table says: loading would cast the values, which are then other numbers.
+    """
+    for path, module in model.named_modules():
+        if not isinstance(module, QuantizedLinear):
+            continue
+        for core in module.shapes:
+            values, scale = stored.get(f"{path}.{core}"), stored.get(f"{path}.{core}_scale")
+            if values is None or scale is None:  # named differently in this class; `check_loaded` sees the values
+                continue
+            dtypes = (DTYPES.get(info.dtype, torch.bool) for info in (values, scale))
+            if wrong := module.wrong_dtype(*dtypes):
+                raise SurgeryError(f"{path}: {core} {wrong}. {DAMAGED}")
+
+
+def _tensors_in(files: list[str]) -> dict[str, TensorInfo]:
     for file in files:
         if not str(file).endswith(".safetensors"):
             raise SurgeryError(
                 f"{file} holds pickled weights, which can run code when opened; surgery reads safetensors only"
             )
-    return [name for file in files for name in read_header(Path(file))]
+    return {name: info for file in files for name, info in read_header(Path(file)).items()}
 
 
 def untie(model: Any, path: str) -> None:

@@ -28,6 +28,8 @@ BITS, GROUPS = (8, 4), (8, 16, 32, 64, 128, 256)
 FEW_TOKENS = 16  # up to which products are computed core by core
 # 4 bits: scales that are tried, as multiples of the one that maps the largest value to -8. 8/7 maps it to -7 or 7.
 SCALES = (8 / 7, 1.0, 0.95, 0.9, 0.85, 0.8)
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DAMAGED = "The checkpoint is damaged. Download or quantize it again"
 
 
 @dataclass(frozen=True)
@@ -221,22 +223,29 @@ class QuantizedLinear(nn.Module):
             *rows.shape[:-1], groups
         )
 
+    def wrong_dtype(self, values: torch.dtype, scale: torch.dtype) -> str:
+        """Say what is wrong with the dtypes of a core and its scales, "" if nothing is."""
+        if values != self.storage.dtype:
+            return f"is {values}, not {self.storage.dtype}"
+        return "" if scale in SCALE_DTYPES else f"has scales in {scale}, which is no floating-point dtype"
+
     def check_loaded(self) -> None:
-        """Raise SurgeryError if loaded values are invalid: no integers, scales that are not finite, indices out of
-        range.
+        """Raise SurgeryError if loaded values are invalid: no integers, values or scales that are not finite, scales of 8
+        bits that are not positive, indices out of range.
         """
-        dtype = self.storage.dtype
         for name in self.shapes:
-            integers, scale = self._buffers[name], self._buffers[f"{name}_scale"]
-            assert integers is not None and scale is not None
-            wrong = f"is {integers.dtype}, not {dtype}" if integers.dtype != dtype else ""
-            if not wrong and not scale.is_meta and not bool(scale.isfinite().all()):
-                wrong = "has scales that are not finite"
+            values, scale = self._buffers[name], self._buffers[f"{name}_scale"]
+            assert values is not None and scale is not None
+            wrong = self.wrong_dtype(values.dtype, scale.dtype)
+            if not wrong and not scale.is_meta:
+                if not bool(scale.isfinite().all()):
+                    wrong = "has scales that are not finite"
+                elif self.storage.bits == 8 and not bool((scale > 0).all()):
+                    wrong = "has scales that are not positive"
+                elif self.storage.format == "fp8" and not bool(values.float().isfinite().all()):
+                    wrong = "has values that are not finite"
             if wrong:
-                raise SurgeryError(
-                    f"a quantized linear ({self.config or 'dense'}): {name} {wrong}. The checkpoint is damaged. "
-                    "Download or quantize it again"
-                )
+                raise SurgeryError(f"a quantized linear ({self.config or 'dense'}): {name} {wrong}. {DAMAGED}")
         check = getattr(self._template[0], "check_loaded", None)
         if check is not None and not any(table.is_meta for table in self.buffers()):
             check.__func__(self.float_linear())

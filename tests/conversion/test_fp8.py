@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 
 import pytest
 import torch
 from helpers.small import make_recipe, model_outputs, tiny_inputs
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from surgery.cli.main import main
@@ -152,6 +153,35 @@ def test_saved_loaded_and_in_memory_are_equal(pair, tmp_path):
 
     densify(str(pair / "fp8"), tmp_path / "dense")
     assert relative_error(model_outputs(load(tmp_path / "dense").eval(), inputs), found) < 0.2
+
+
+@pytest.mark.parametrize("loads", [AutoModelForCausalLM.from_pretrained, lambda f: densify(str(f), f / "../dense")])
+def test_damaged_values_are_refused(loads, pair, tmp_path):
+    def damaged(name, change):
+        folder = tmp_path / name
+        shutil.copytree(pair / "fp8", folder)
+        tensors = load_file(folder / "model.safetensors")
+        key = next(key for key in tensors if f"{key}_scale" in tensors)
+        tensors[key] = change(tensors[key])
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    not_a_number = torch.tensor(0x7F, dtype=torch.uint8).view(E4M3)
+    for name, change, says in (
+        ("nan", lambda x: torch.full_like(x, float(not_a_number)), "has values that are not finite"),
+        ("e5m2", lambda x: x.float().to(torch.float8_e5m2), "is torch.float8_e5m2, not torch.float8_e4m3fn"),
+        ("wide", lambda x: x.bfloat16(), "is torch.bfloat16, not torch.float8_e4m3fn"),
+    ):
+        with pytest.raises(SurgeryError, match=says):
+            loads(damaged(name, change))
+    assert not (tmp_path / "dense").exists()
+    folder = damaged("int", lambda x: x)  # the table forgets that it is fp8
+    config = json.loads((folder / "config.json").read_text())
+    for entry in config["quantization_config"]["modules"].values():
+        entry.pop("format", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SurgeryError, match=r"is torch.float8_e4m3fn, not torch.int8"):
+        loads(folder)
 
 
 def test_the_command_says_what_it_stored(pair, tmp_path, capsys):

@@ -370,7 +370,7 @@ def damage(folder, table=None, tensors=None):
         save_file(tensors(found), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-SCALE = "model.layers.1.mlp.up_proj.weight_scale"
+SCALE, WEIGHT = "model.layers.1.mlp.up_proj.weight_scale", "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize(
@@ -381,9 +381,12 @@ SCALE = "model.layers.1.mlp.up_proj.weight_scale"
         ({"bits": True}, None, "bits must be 8 or 4"),
         ({"group": 5}, None, "group must be one of"),
         ({"group": [8]}, None, "group must be one of"),
-        ({"bits": 4}, None, "has shape|shape mismatch|do not belong together"),
+        ({"bits": 4}, None, "is torch.int8, not torch.uint8"),
         (None, lambda t: {k: v for k, v in t.items() if k != SCALE}, "lacks tensor .*up_proj.weight_scale"),
         (None, lambda t: {**t, SCALE: t[SCALE] * torch.nan}, "scales that are not finite"),
+        (None, lambda t: {**t, SCALE: -t[SCALE]}, "scales that are not positive"),
+        (None, lambda t: {**t, SCALE: (t[SCALE] * 0).int()}, "scales in torch.int32, which is no floating-point dtype"),
+        (None, lambda t: {**t, WEIGHT: t[WEIGHT].bfloat16()}, "weight is torch.bfloat16, not torch.int8"),
     ],
 )
 def test_damaged_checkpoints(table, tensors, says, converted, tmp_path, tmp_path_factory):
@@ -400,8 +403,7 @@ def test_damaged_checkpoints(table, tensors, says, converted, tmp_path, tmp_path
 
 def test_weights_that_are_no_integers_are_not_multiplied_out(converted, tmp_path):
     quantize(str(converted("llama")), tmp_path / "out")
-    weight = SCALE.removesuffix("_scale")
-    damage(tmp_path / "out", tensors=lambda t: {**t, weight: t[weight].float()})
+    damage(tmp_path / "out", tensors=lambda t: {**t, WEIGHT: t[WEIGHT].float()})
     with pytest.raises(SurgeryError, match=r"weight is torch\.float32, not torch\.int8"):
         densify(str(tmp_path / "out"), tmp_path / "dense")
     assert not (tmp_path / "dense").exists()
