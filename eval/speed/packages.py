@@ -9,7 +9,7 @@ package takes several heads of queries and keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +25,13 @@ from surgery.eval.speed.timer import BenchmarkCase, Call, TimedImplementation, b
 
 TOKENS = {"full": (8192, 16384, 32768), "main": (8192, 16384, 32768), "small": (64,)}
 WIDTHS = {"full": (1, 48, 128, 128), "main": (1, 48, 128, 128), "small": (1, 2, 16, 16)}  # B, H, V, K
-MASKS = (  # name, mask, delta, its op in kernels/packages
-    ("Gated DeltaNet", "gates", True, "gated delta rule"),
-    ("SSD", "gates", False, "SSD"),
-    ("log-linear GDN", "hierarchical", True, None),
-    ("log-linear Mamba-2", "hierarchical", False, None),
-)
+MASKS = {  # tables: name, mask, delta, its op in kernels/packages; the first row is what the others are compared with
+    "Gated DeltaNet": (
+        ("Gated DeltaNet", "gates", True, "gated delta rule"),
+        ("log-linear GDN", "hierarchical", True, None),
+    ),
+    "SSD": (("SSD", "gates", False, "SSD"), ("log-linear Mamba-2", "hierarchical", False, None)),
+}
 
 
 def benchmark_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> Iterator[BenchmarkCase]:
@@ -40,8 +41,9 @@ def benchmark_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> Ite
     for length in TOKENS[sizes]:
         for back in (False, True):
             tokens = _tokens(sizes, length, device, dtype)
-            table = f"gated masks and other packages, forward{' + backward' if back else ''}"
-            yield BenchmarkCase(table, length, {**where, "tokens": length}, _implementations(tokens, back))
+            for title, masks in MASKS.items():
+                table = f"{title} and other packages, forward{' + backward' if back else ''}"
+                yield BenchmarkCase(table, length, {**where, "tokens": length}, _implementations(tokens, masks, back))
 
 
 def _tokens(sizes: str, length: int, device: torch.device, dtype: torch.dtype) -> BenchmarkTokens:
@@ -54,11 +56,13 @@ def _tokens(sizes: str, length: int, device: torch.device, dtype: torch.dtype) -
     return tokens
 
 
-def _implementations(tokens: BenchmarkTokens, back: bool) -> list[TimedImplementation]:
+def _implementations(
+    tokens: BenchmarkTokens, masks: Sequence[tuple[str, str, bool, str | None]], back: bool
+) -> list[TimedImplementation]:
     batch, heads, length, value = tokens.v_BHTV.shape
     key, levels = tokens.q_BT1K.shape[-1], tokens.level_BTH1L.shape[-1]
     made = []
-    for name, mask, delta, op in MASKS:
+    for name, mask, delta, op in masks:
         extra = 1 + delta + (levels if mask == "hierarchical" else 0)
         work = linear_attention_work(
             batch, heads, heads, length, key, value, back=back, width=tokens.v_BHTV.element_size(), extra=extra

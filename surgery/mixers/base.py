@@ -139,7 +139,7 @@ class MixerConfig:
     """Base class of mixer configs. name: of the mixer, in recipes and checkpoints. replaces_attention: whether the
     mixer replaces softmax attention; if not, it is beside a linear layer that the model has of its own (`native`).
     reads_projections: whether the output depends on the module's projections; if not, they are dropped
-    (surgery.structures.dropped).
+    (surgery.structures.dropped). is_trained: whether a calibrated conversion trains it in local steps.
 
     Options that are configs themselves are written as mappings with their name: {"mask": {"name": "decay"}}.
     """
@@ -147,6 +147,7 @@ class MixerConfig:
     name: ClassVar[str]
     replaces_attention: ClassVar[bool] = True
     reads_projections: ClassVar[bool] = True
+    is_trained: ClassVar[bool] = True
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as plain data, for recipes and checkpoints."""

@@ -143,6 +143,8 @@ SCALE = 8.0  # default of C in eqs. 39 and 40, which the paper tunes; the author
 class BilinearConfig(MixerConfig):
     """Options of both structures; see the module's docstring. scale: C of norm `qk`."""
 
+    is_trained: ClassVar[bool] = False
+
     base: Literal["kept", "own"]
     norm: Literal["none", "layer", "qk"]
     contraction: Literal["auto", "split", "query"]

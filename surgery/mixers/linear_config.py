@@ -171,7 +171,7 @@ def check_config(config: LinearAttention, shape: AttentionShape) -> None:
         )
     if config.normalise and config.mask.name in SIGNED_MASKS:
         raise SurgeryError(
-            f"linear: a {config.mask.name} mask may be negative and cannot be normalised; "
+            f"linear: mask {config.mask.name} may be negative and cannot be normalised; "
             "use normalise: false, or a mask such as gates or toeplitz_blocks"
         )
     if not shape.causal and config.window + config.sinks > 0:

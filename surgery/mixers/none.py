@@ -24,6 +24,7 @@ class NoAttention(MixerConfig):
 
     name: ClassVar[str] = "none"
     reads_projections: ClassVar[bool] = False
+    is_trained: ClassVar[bool] = False
 
 
 @MIXERS.register(NoAttention)

@@ -539,5 +539,7 @@ def mixer_notes(config: Any) -> list[str]:
     if mask is not None and not MASKS[mask].has_bounded_state:
         reach = MASKS[mask].reach(mask)
         tokens = "all tokens so far" if reach is None else f"the last {reach} tokens"
-        return [f"a {mask.name} mask has no state besides keys and values: each step keeps and reads {tokens}"]
+        return [
+            f"mask {mask.name} has no state besides keys and values, in float32: each step keeps and reads {tokens}"
+        ]
     return []

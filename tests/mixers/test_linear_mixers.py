@@ -767,7 +767,7 @@ def test_how_recipes_write_it():
         ({"features": "favor"}, "favor with queries: scaled divides the features of each query"),
         ({"normalise": True}, "identity scores may be negative"),
         ({"normalise": True, "features": "elu", "scores": "delta"}, "scores: delta may be negative"),
-        ({"normalise": True, "features": "elu", "mask": "fourier"}, "a fourier mask may be negative"),
+        ({"normalise": True, "features": "elu", "mask": "fourier"}, "mask fourier may be negative"),
     ],
 )
 def test_refusals(options, said):

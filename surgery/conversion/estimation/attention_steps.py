@@ -46,7 +46,7 @@ def mixer_step(steps: StepEstimates, rows: TextRows) -> Step:
     for kind in steps.shape.kinds:
         if kind.target is None:
             continue
-        if attention.start == "copied":
+        if attention.start == "copied" or not kind.target.config.is_trained:
             work = mixer_work(kind, rows.held_tokens, rows.length)
         else:
             work = init_work(steps, kind, rows, local)
