@@ -148,7 +148,7 @@ def quantize_named(path: str, module: Any, storage: Storage) -> nn.Module:
     try:
         return quantize_module(module, storage)
     except SurgeryError as error:
-        raise SurgeryError(f"{path} cannot be stored in {storage.bits} bits: {error}") from None
+        raise SurgeryError(f"{path} cannot be stored in {storage.label}: {error}") from None
 
 
 def quantize_module(module: Any, storage: Storage) -> nn.Module:

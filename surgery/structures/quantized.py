@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.core.dispatch import dispatched
-from surgery.core.errors import SurgeryError, suggestion
+from surgery.core.errors import SurgeryError
 
 Format = Literal["int", "fp8"]
 BITS, GROUPS = (8, 4), (8, 16, 32, 64, 128, 256)
@@ -52,15 +52,17 @@ class Storage:
         if self.group is not None and (type(self.group) is not int or self.group not in GROUPS):
             raise SurgeryError(f"group must be one of {', '.join(map(str, GROUPS))}, or none (got {self.group!r})")
         if self.format not in get_args(Format):
-            raise SurgeryError(
-                f"format must be one of {', '.join(get_args(Format))} (got {self.format!r})"
-                f"{suggestion(str(self.format), get_args(Format))}"
-            )
+            raise SurgeryError(f"format must be {' or '.join(get_args(Format))} (got {self.format!r})")
         if self.format == "fp8" and (self.bits != 8 or self.group is not None):
             raise SurgeryError(
                 f"format fp8 has 8 bits and one scale for each output (got {self.bits} bits, group {self.group}). Leave "
                 "out bits and group"
             )
+
+    @property
+    def label(self) -> str:
+        """How cores are stored, for messages: `fp8` or `8 bits`."""
+        return self.format if self.format == "fp8" else f"{self.bits} bits"
 
     @property
     def dtype(self) -> torch.dtype:

@@ -42,9 +42,8 @@ def open_trainable(name: str, trust_remote_code: bool = False) -> CheckpointSour
         )
     if "quantization_config" in source.config and is_quantized(read_table(source.config, name)):
         raise SurgeryError(
-            f"{name} stores its linears as integers, which cannot be trained. Train the checkpoint that `surgery "
-            "quantize` read, then quantize "
-            "the result; or train a PEFT adapter over the integers"
+            f"{name} stores its linears in few bits, which cannot be trained. Train the checkpoint that `surgery quantize` "
+            "read, then quantize the result; or train a PEFT adapter over these linears"
         )
     if source.config.get("is_encoder_decoder"):
         raise SurgeryError(

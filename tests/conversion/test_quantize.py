@@ -332,7 +332,7 @@ def test_refusals(checkpoints, converted, tmp_path):
         quantize(str(tmp_path / "out"), tmp_path / "twice")
     with pytest.raises(SurgeryError, match="is quantized already"):
         quantize_live(load("llama", tmp_path / "out"))
-    with pytest.raises(SurgeryError, match="integers, which cannot be trained"):
+    with pytest.raises(SurgeryError, match="in few bits, which cannot be trained"):
         open_trainable(str(tmp_path / "out"))
     check_config(open_converted_checkpoint(str(tmp_path / "out")).config, "out")  # vLLM's plugin serves it
 
