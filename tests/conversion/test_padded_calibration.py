@@ -25,6 +25,9 @@ SPECS = {
     "bilinear mlr": {"mixer": "bilinear_mlr", "ranks": [0, 4]},
     "mlr, allocated": {"mixer": "mlr", "cache": 0.6},
     "fourier": {**LINEAR, "mask": {"name": "fourier", "period": 50}, "window": 3},
+    "banded": {**LINEAR, "mask": {"name": "banded", "width": 4, "dilation": 2}},
+    "block diagonal": {**LINEAR, "mask": {"name": "block_diagonal", "block": 5}},
+    "input toeplitz": {**LINEAR, "mask": {"name": "input_toeplitz", "length": 32}},
     **{
         f"features {name}": {**LINEAR, "mask": "decay", "features": name, "window": 3, "normalise": name != "identity"}
         for name in FEATURES.names()

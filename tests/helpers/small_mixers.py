@@ -18,6 +18,7 @@ MIXER_SPECS: dict[str, dict[str, Any]] = {
     "window": {"mixer": "window", "window": 6, "sinks": 2},
     "global window": {"mixer": "global_window", "ranks": [4, 4], "window": 6},
     "bilinear": {"mixer": "bilinear_btt", "norm": "qk"},
+    "bilinear mlbtc": {"mixer": "bilinear_mlbtc"},
     "none": {"mixer": "none"},
     "retnet": {"mixer": "linear", "mask": "decay", "chunk": 8},
     "ssd": {"mixer": "linear", "mask": "gates", "chunk": 8, "convolution": 3},

@@ -351,14 +351,14 @@ PLACES = {
     },
     "Kuang": {
         "figure 2": "regression", "figure 3": "regression", "section 4": "regression", "eq 4": "multi-level low rank|MLR",
-        "section 3.2": "bilinear", "section 3.4": "MLR attention", "eq 9": "MLR attention", "eq 8": "MLBTC|levels",
+        "section 3.2": "bilinear", "section 3.3": "MLBTC", "eq 3": "W_V W_O", "section 3.4": "MLR attention", "eq 9": "MLR attention", "eq 8": "MLBTC|levels",
         "section 5": "window", "figure 13": "window", "figure 14": "ETTh1", "figure 15": "series", "figure 4": "character", "figure 5": "rate", "section f.1": "bilinear", **{f"eq {n}": "bilinear" for n in (32, 35, 36, 37, 38, 39, 40)},
     },
     "Guo": {
         "section 2": "mask", "section 3.1": "level", "section 3.2": "level", "section 3.3": "chunk|segment|tree",
         "section 3.4": "gate|delta|mamba", "eq 2": "gate|weight one", "eq 3": "mask", "eq 4": "mask", "eq 5": "chunk",
         "section 4.1": "mqar", "section b.4": "admissib", "table 1": "toeplitz", "table 2": "mqar", "figure 9": "mqar", "table 6": "task", "figure 5": "position",
-        "table 3": "language model", "table 4": "needle", "figure 4": "runtime|time",
+        "table 3": "language model", "table 4": "needle", "figure 4": "runtime|time|naive",
     },
     "FARS": {**{f"eq {n}": "block" for n in range(1, 7)}, "figure 2": "toeplitz", "table 2": "mqar", "table 3": "mqar", "figure 3": "time|MHLA"},
 }  # fmt: skip

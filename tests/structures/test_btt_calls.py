@@ -23,7 +23,7 @@ from surgery.structures.btt import BTT, btt_linear
 from surgery.structures.btt_products import btt_call_key
 from surgery.structures.low_rank import LowRank, low_rank_linear
 from surgery.structures.monarch import Monarch
-from surgery.structures.quantized import QuantizedLinear, Storage
+from surgery.structures.quantized import QuantizedLinear, Storage, quantized_product
 
 CONFIGS = [LowRank(rank=6), BTT(blocks=(4, 4), rank=3), Monarch(blocks=(8, 8)), BTT(blocks=(3, 5), rank=2)]
 
@@ -97,6 +97,8 @@ def selected(monkeypatch):
     monkeypatch.setattr(dispatch, "_on_gpu", lambda *_: True)
     monkeypatch.setattr(low_rank_linear, "kernels", [low_rank])
     monkeypatch.setattr(low_rank_linear, "calls", {})
+    packed = dispatch.RegisteredKernel(quantized_product.reference, lambda *_: True, lambda *_: True)
+    monkeypatch.setattr(quantized_product, "kernels", [packed])
     monkeypatch.setattr(btt_linear, "kernels", [kernel])
     monkeypatch.setattr(btt_linear, "calls", {})
     monkeypatch.setattr(dispatch, "load_kernels", lambda: True)

@@ -31,7 +31,6 @@ from surgery.structures.mlbtc_fit import LevelDescent
 from surgery.structures.mlr import MLR
 from surgery.structures.mlr_fit import best_fit, expected_sweeps, total_cost
 from surgery.training.weight_norm import add_core_norms, fold_core_norms
-from surgery.vllm.packed_linear import PackedLinear, Shard
 
 
 def metric_of(out, in_, diagonal=False):
@@ -237,12 +236,6 @@ def test_the_recipe_refuses(given):
 def test_levels_of_another_structure_are_refused_in_words(checkpoints):
     with pytest.raises(SurgeryError, match="'mlr': levels: input should be a valid integer"):
         make_plan(MetaModel(open_checkpoint(str(checkpoints("llama")))), load_recipe("mlr-half", ["levels=[1, 2]"]))
-
-
-def test_several_processes_of_vllm_are_refused_in_words():
-    entry = {"structure": "mlbtc", "levels": [1, [4, 4]], "ranks": [2, 1], "rank": 6}
-    with pytest.raises(SurgeryError, match="mlbtc matrices are not cut over processes"):
-        PackedLinear([entry], 48, (32,), torch.float32, Shard(0, 2, "out"))
 
 
 @pytest.mark.parametrize("name", ["low-rank-btt-half", "mlr-monarch-half"])
