@@ -287,9 +287,9 @@ class QuantizedLinear(nn.Module):
         """Return whether a call multiplies by one core after the other, without gradients: always in fp8; else on few
         tokens, and outside of torch.compile, which fuses scales and product itself.
         """
+        few = not torch.compiler.is_compiling() and 0 < x.numel() <= FEW_TOKENS * x.shape[-1]
         return (
-            (self.storage.format == "fp8" or not torch.compiler.is_compiling())
-            and (self.storage.format == "fp8" or 0 < x.numel() <= FEW_TOKENS * x.shape[-1])
+            (self.storage.format == "fp8" or few)
             and not (torch.is_grad_enabled() and x.requires_grad)
             and hasattr(self._template[0], "product_by_cores")
             and not self.storage.last_axis

@@ -76,13 +76,18 @@ class InputToeplitzMask(ToeplitzMask):
     @classmethod
     def state_size(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
         """Return the number of elements in the state after `length` tokens, per key/value head."""
-        factors: int = min(length, config.length) * (shape.heads // shape.groups)
-        return super().state_size(config, shape, features, values, length) + factors
+        return super().state_size(config, shape, features, values, length) + kept_factors(config, shape, length)
 
     @classmethod
     def state_size_by_block(cls, config: Any, shape: AttentionShape, features: int, values: int, length: int) -> int:
         """Return the number of elements in the state that `by_block` leaves after `length` tokens, per key/value
         head.
         """
-        factors: int = min(length, config.length) * (shape.heads // shape.groups)
-        return super().state_size_by_block(config, shape, features, values, length) + factors
+        return super().state_size_by_block(config, shape, features, values, length) + kept_factors(
+            config, shape, length
+        )
+
+
+def kept_factors(config: InputToeplitz, shape: AttentionShape, length: int) -> int:
+    """Return how many factors the state keeps after `length` tokens, per key/value head."""
+    return min(length, config.length) * (shape.heads // shape.groups)
