@@ -34,9 +34,9 @@ def capture_micro_batch(
 ) -> CapturedMicroBatch | None:
     """Return the callable that replaces a micro-batch's losses and backward pass, or None if a graph does not apply.
 
-    It needs a `distill` stage, one process or replicas that are not wrapped, student and teacher on one GPU each with
-    the same device, no loss scale, activations that are kept and a teacher in memory: only then every value that a step
-    reads lies at the same place in each step.
+    It needs a `distill` stage, or an `lm` stage with texts of one length; one process or replicas that are not wrapped,
+    student and teacher on one GPU each with the same device, no loss scale, activations that are kept and a teacher in
+    memory if there is one: only then every value that a step reads lies at the same place in each step.
     """
     known = stage.fits_cuda_graph and type(optimizer_step) is OptimizerStep and not optimizer_step.uses_loss_scale
     single = accelerator.num_processes == 1 or optimizer_step.reducer is not None  # no communication inside

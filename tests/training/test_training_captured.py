@@ -89,6 +89,20 @@ def test_the_same_training(student, texts, tmp_path, replays, without_curves):
         assert torch.allclose(ours[name].float(), tensor.float(), atol=5e-3 if CUDA else 1e-6), name
 
 
+@pytest.mark.parametrize("shortest", [None, 8])
+def test_language_model_stages(student, texts, tmp_path, replays, without_curves, shortest):
+    """Cross-entropy without a teacher is captured too, unless the lengths of the texts differ from step to step."""
+    stage = {**STAGES[1], "kind": "lm"} | ({} if shortest is None else {"shortest": shortest})
+    recipe = separated(healing_recipe(texts, stage), packing="stream")
+    found = []
+    for name, keys in (("plain", {}), ("captured", {"cuda_graph": True})):
+        device = "cuda" if CUDA else "cpu"
+        finetune(str(student), recipe.model_copy(update=keys), tmp_path / name, device=device, track="none")
+        found.append([loss for *_, loss in read_losses(tmp_path / name / "training")])
+    assert found[1] == pytest.approx(found[0], rel=5e-3 if CUDA else 1e-5)
+    assert len(replays) == (0 if shortest else 16 - cuda_graph.WARMUP_BATCHES)
+
+
 def test_packed_documents_run_without_a_graph(student, texts, tmp_path, replays, without_curves):
     recipe = separated(healing_recipe(texts, STAGES[1], cuda_graph=True))
     finetune(

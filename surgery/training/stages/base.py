@@ -101,7 +101,6 @@ class Stage:
     """Base class of the stages; see the module for the order of calls."""
 
     config_type: ClassVar[type]
-    fits_cuda_graph: ClassVar[bool] = False  # whether the losses can be captured: no value is read back to the CPU
     can_checkpoint: ClassVar[bool] = True  # whether recomputing activations saves memory
     reads: ClassVar[str] = "ids"  # what its rows hold: token `ids`, or continuous `values`
     fits_new_models: ClassVar[bool] = False  # whether `surgery pretrain` may use it, which has no teacher
@@ -113,6 +112,11 @@ class Stage:
     def needs_teacher(self) -> Literal["model", "logits", "nothing"]:
         """What the stage needs: the teacher `model`, its `logits` (a teacher cache suffices), or `nothing`."""
         return "nothing"
+
+    @property
+    def fits_cuda_graph(self) -> bool:
+        """Whether the losses can be captured: no value is read back to the CPU, and steps differ only in tensors."""
+        return False
 
     def prepare(self, models: StageModels, roles: Roles) -> None:
         """Add new parameters to the student. Raises SurgeryError if the stage does not fit the models."""

@@ -93,7 +93,6 @@ class DistillStage(Stage):
     """Trains the student on the teacher's logits, from a model in memory or a teacher cache."""
 
     config: DistillConfig
-    fits_cuda_graph = True
 
     def __init__(self, config: Any):
         super().__init__(config)
@@ -106,6 +105,11 @@ class DistillStage(Stage):
         time.
         """
         return "model" if self.config.far_weight else "logits"
+
+    @property
+    def fits_cuda_graph(self) -> bool:
+        """Yes: the switches of window_dropout are tensors."""
+        return True
 
     def prepare(self, models: StageModels, roles: Roles) -> None:
         """Raise SurgeryError for a teacher cache with another temperature than 1, or a teacher that far_weight cannot

@@ -107,6 +107,11 @@ class LMStage(Stage):
     fits_new_models: ClassVar[bool] = True
     length: int | None = None  # of the texts of this step; None: whole rows
 
+    @property
+    def fits_cuda_graph(self) -> bool:
+        """Whether all steps have texts of one length."""
+        return self.config.shortest is None
+
     def begin_step(self, step: int, seed: int) -> None:
         """Draw the length of the step's texts."""
         lengths = text_lengths(self.config.length, self.config.shortest)
