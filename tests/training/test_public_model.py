@@ -71,6 +71,18 @@ def test_rows_are_measured_once(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.strip() == table
 
 
+def test_scores_of_an_earlier_run_are_marked():
+    """The last row of a state is shown; needles that it lacks are those of the row before."""
+    rows = [json.loads(line) for line in public_model.ROWS.read_text(encoding="utf-8").splitlines()]
+    with_needles = next(row for row in rows if row["state"] == "converted" and "needles" in row)
+    later = {name: scores for name, scores in with_needles.items() if name != "needles"} | {"parameters": 7_000_000}
+    later["settings"] = with_needles["settings"] | {"samples": 0}
+    table = show([with_needles, later])
+    shares = [line for line in table.splitlines() if line.count("†") == 4]
+    assert len(shares) == 1 and "| 7.0M |" in table and table.endswith("same recipe and number of tokens.")
+    assert "†" not in show([later, with_needles])
+
+
 def test_no_rows_and_no_text():
     with pytest.raises(SurgeryError, match="there are no rows of this command"):
         show([])

@@ -52,6 +52,7 @@ from surgery.training.recipe import HealingRecipe, load_healing_recipe
 
 ROWS = Path(__file__).parent / "rows" / "public_model.jsonl"  # results that belong to the repository
 KEYS = ("model", "state", "conversion", "settings")  # of a row: what was measured, and how
+EARLIER = "†"  # marks scores of an earlier run than the others of a row
 Row = dict[str, Any]
 
 
@@ -361,6 +362,21 @@ def share_cell(scores: Row | None) -> str:
     return "" if scores is None else f"{scores['value']:.1f} [{scores['low']:.1f}, {scores['high']:.1f}]"
 
 
+def with_earlier_scores(rows: list[Row]) -> list[Row]:
+    """Return the last row of each state, with the scores that it lacks from the row before it; `earlier` names them."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        before = found.pop(state_cell(row), {})
+        taken = {name: before[name] for name in ("needles", "ruler", "mc") if name in before and name not in row}
+        found[state_cell(row)] = {**row, **taken, "earlier": list(taken)}
+    return list(found.values())
+
+
+def marked(row: Row, name: str, cell: str) -> str:
+    """Return a cell, marked if its score is of an earlier run."""
+    return f"{cell} {EARLIER}" if cell and name in row["earlier"] else cell
+
+
 def state_cell(row: Row) -> str:
     """Return the first cell of a row."""
     settings = row["settings"]
@@ -389,7 +405,7 @@ def conversion_key(row: Row) -> str:
 
 def model_tables(rows: list[Row]) -> Iterator[str]:
     """Yield the tables of rows that were scored alike: quality, agreement, needles with cache, multiple choice."""
-    rows = in_order(rows)
+    rows = in_order(with_earlier_scores(rows))
     texts, lengths = list(rows[0]["texts"]), [str(n) for n in rows[0]["settings"]["lengths"]]
     head = ["model", "parameters", "bytes", *(f"perplexity, {name}" for name in texts)]
     yield table(
@@ -428,7 +444,7 @@ def model_tables(rows: list[Row]) -> Iterator[str]:
         head = ["model", *(f"needles at {int(n):,}, %" for n in lengths), *(f"cache at {int(n):,}" for n in lengths)]
         lines = [
             [
-                state_cell(row), *(share_cell(row.get("needles", {}).get(n)) for n in lengths),
+                state_cell(row), *(marked(row, "needles", share_cell(row.get("needles", {}).get(n))) for n in lengths),
                 *(size_text(row["cache_bytes"][n]) if n in row["cache_bytes"] else "" for n in lengths),
             ]
             for row in rows
@@ -436,13 +452,18 @@ def model_tables(rows: list[Row]) -> Iterator[str]:
         yield table([head, *lines])
     yield from ruler_table([row for row in rows if "ruler" in row], lengths)
     yield from choice_table([row for row in rows if "mc" in row])
+    if any(row["earlier"] for row in rows):
+        yield f"{EARLIER} Measured in an earlier run of the same recipe and number of tokens."
 
 
 def ruler_table(rows: list[Row], lengths: list[str]) -> Iterator[str]:
     """Yield the table of RULER's tasks by length, if any row has them."""
     if rows:
         cells = [(task, n) for task in rows[0]["ruler"] for n in lengths]
-        lines = [[state_cell(row), *(value_cell(row["ruler"].get(t, {}), n, ".0f") for t, n in cells)] for row in rows]
+        lines = [
+            [state_cell(row), *(marked(row, "ruler", value_cell(row["ruler"].get(t, {}), n, ".0f")) for t, n in cells)]
+            for row in rows
+        ]
         yield table([["RULER", *(f"{task}, {int(n):,}" for task, n in cells)], *lines])
 
 
@@ -451,9 +472,12 @@ def choice_table(rows: list[Row]) -> Iterator[str]:
     if rows:
         tasks = list(rows[0]["mc"])
         lines = [
-            [state_cell(row), *(share_cell(row["mc"].get(task)) for task in tasks), average_cell(row["mc"])]
+            [
+                state_cell(row), *(share_cell(row["mc"].get(task)) for task in tasks),
+                marked(row, "mc", average_cell(row["mc"])),
+            ]
             for row in rows
-        ]
+        ]  # fmt: skip
         yield table([["model", *(f"{task}, %" for task in tasks), "average (change)"], *lines])
 
 
@@ -474,7 +498,8 @@ def average_cell(tasks: Mapping[str, Row]) -> str:
 def show(rows: list[Row]) -> str:
     """Return all tables in Markdown, by model and by what they were scored on. Raises SurgeryError without rows.
 
-    Rows with different numbers of needles share a table: every share has its interval.
+    Rows with different numbers of needles share a table: every share has its interval. Of rows of the same state, for
+    example with and without needles, the last one is shown.
     """
     rows = latest([row for row in rows if row["kind"] == "public"], KEYS)
     if not rows:
