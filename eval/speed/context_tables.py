@@ -100,7 +100,7 @@ def speed_grids(rows: Sequence[Row]) -> list[tuple[str, list[str], list[tuple[st
     return grids
 
 
-def _value(row: Row | None, key: str) -> float | None:
+def measured(row: Row | None, key: str) -> float | None:
     """Return a measure of a row; None if it was not measured."""
     if row is None or row.get("note") or not row["step_ms"]:
         return None
@@ -110,7 +110,7 @@ def _value(row: Row | None, key: str) -> float | None:
 
 
 def _cell(row: Row | None, base: Row | None, key: str, higher_is_better: bool) -> str:
-    value, first = _value(row, key), _value(base, key)
+    value, first = measured(row, key), measured(base, key)
     if value is None:
         return "does not fit" if row is not None and row.get("note") else "-"
     unit = {"cache_bytes": 1e6, "peak_bytes": 1e9}.get(key, 1.0)

@@ -38,7 +38,7 @@ def test_rows_are_measured_once(tmp_path, monkeypatch, capsys):
     record = {"query": "The man lost his balance because", "choices": ["he slept.", "he slipped."], "gold": 1}
     (tmp_path / "mc").mkdir()
     (tmp_path / "mc" / "copa.jsonl").write_text(f"{json.dumps(record)}\n", encoding="utf-8")
-    command += ["--mc", str(tmp_path / "mc"), "--bits", "4", "--ruler", "niah_single_1", "--ruler-samples", "1"]
+    command += ["--mc", str(tmp_path / "mc"), "--bits", "4", "--ruler", "niah_single_1", "--ruler-samples", "1", "--speed", "64"]
     command += ["--work", str(tmp_path / "work"), "--out", str(out), "--device", "cpu"]
     main(command)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
@@ -56,6 +56,7 @@ def test_rows_are_measured_once(tmp_path, monkeypatch, capsys):
     name = "| `sliding-window` (attention.window=16, tokens=64, length=32), "
     assert f"{name}healed, 4 bits, 256 tokens |" in table
     assert table.index("| original |") < table.index("| control, 256 tokens, rate") < table.index(f"{name}converted |")
+    assert "| decoding, tokens/s | 64 x 1 | 64 x 16 |" in table
     assert "| model | text | KL, nats | same token, % |" in table and "needles at 320, %" in table
 
     monkeypatch.setattr(public_model, "convert", None)  # nothing is made again

@@ -41,6 +41,7 @@ from surgery.core.files import REPORT_NAME, partial_path, read_json, size_text
 from surgery.core.progress import RichProgress
 from surgery.eval.results.compare import ComparisonRow
 from surgery.eval.run import Evaluation, evaluate
+from surgery.eval.speed.context_tables import measured
 from surgery.eval.suite import EvalOptions, stable_id
 from surgery.eval.suites import perplexity as ppl
 from surgery.mixers.cache_size import cache_bytes
@@ -121,6 +122,7 @@ class PublicModel:
         settings = {"texts": texts, "score": a.score, "window": a.window, "lengths": a.lengths, "samples": a.samples}
         settings |= {"greedy": [a.greedy_prompts, a.greedy_tokens], "dtype": a.dtype, "seed": a.seed}
         settings |= {"mc": content_digest(a.mc)[:16], "mc_limit": a.mc_limit} if a.mc else {}
+        settings |= {"speed": a.speed} if a.speed else {}
         return settings | ({"ruler": a.ruler, "ruler_samples": a.ruler_samples} if a.ruler else {})
 
     def conversion_settings(self) -> dict[str, Any]:
@@ -218,19 +220,25 @@ class PublicModel:
             options = EvalOptions(tasks=tuple(a.ruler), lengths=tuple(a.lengths), limit=a.ruler_samples, seed=a.seed)
             done = self.evaluate("ruler", folder, ["ruler"], options, against)
             found["ruler"] = ruler_scores(done, a.lengths)
+        if a.speed and against:
+            options = EvalOptions(lengths=tuple(a.speed), seed=a.seed)
+            done = self.evaluate("speed", folder, ["speed"], options, against, "bfloat16")
+            found["speed"] = speed_scores(done)
         source = open_converted_checkpoint(folder)
         found["bytes"] = sum(tensor.nbytes for tensor in source.tensors.values())
         found["cache_bytes"] = cache_sizes(source, a.lengths)
         found["parameters"] = sum(tensor.numel for tensor in source.tensors.values())
         return found
 
-    def evaluate(self, place: str, folder: str, suites: list[str], options: EvalOptions, against: bool) -> Evaluation:
+    def evaluate(
+        self, place: str, folder: str, suites: list[str], options: EvalOptions, against: bool, dtype: str = ""
+    ) -> Evaluation:
         """Run suites, beside the original unless the checkpoint is it. place: folder of the results in `work`."""
         out = self.work / "evaluations" / place
         out.mkdir(parents=True, exist_ok=True)
         done = evaluate(
             folder, suites, options, compare=self.a.source if against else None, out=out,
-            device=self.a.device, dtype=self.a.dtype, progress=RichProgress(), comparison_files=False,
+            device=self.a.device, dtype=dtype or self.a.dtype, progress=RichProgress(), comparison_files=False,
         )  # fmt: skip
         if done.broken:
             suite, why = next(iter(done.broken.items()))
@@ -326,6 +334,19 @@ def ruler_scores(done: Evaluation, lengths: Sequence[int]) -> Row:
     return found
 
 
+def speed_scores(done: Evaluation) -> Row:
+    """Return tokens per second of decoding by batch and length, with the ratio to the original's in the same run."""
+    found: Row = {}
+    base, own = (
+        {(row["batch"], row["context"]): measured(row, "tokens_s") for row in done.results["speed"][role].info["bench"]}
+        for role in ("base", "converted")
+    )
+    for (batch, length), value in own.items():
+        if value is not None and base[batch, length] is not None:
+            found.setdefault(str(batch), {})[str(length)] = {"value": value, "ratio": value / base[batch, length]}
+    return found
+
+
 def length_of(row: ComparisonRow, lengths: Sequence[int]) -> str | None:
     """Return the length that a row is of, None if it is of several. A task of one length has no row beside its own."""
     if len(lengths) == 1:
@@ -366,8 +387,10 @@ def with_earlier_scores(rows: list[Row]) -> list[Row]:
     """Return the last row of each state, with the scores that it lacks from the row before it; `earlier` names them."""
     found: dict[str, Row] = {}
     for row in rows:
-        before = found.pop(state_cell(row), {})
-        taken = {name: before[name] for name in ("needles", "ruler", "mc") if name in before and name not in row}
+        before: Row = found.pop(state_cell(row), {})
+        taken: Row = {
+            name: before[name] for name in ("needles", "speed", "ruler", "mc") if name in before and name not in row
+        }
         found[state_cell(row)] = {**row, **taken, "earlier": list(taken)}
     return list(found.values())
 
@@ -450,10 +473,28 @@ def model_tables(rows: list[Row]) -> Iterator[str]:
             for row in rows
         ]  # fmt: skip
         yield table([head, *lines])
+    yield from speed_table([row for row in rows if "speed" in row])
     yield from ruler_table([row for row in rows if "ruler" in row], lengths)
     yield from choice_table([row for row in rows if "mc" in row])
     if any(row["earlier"] for row in rows):
         yield f"{EARLIER} Measured in an earlier run of the same recipe and number of tokens."
+
+
+def speed_table(rows: list[Row]) -> Iterator[str]:
+    """Yield the table of decoding by batch and length, with its ratio to the original's, if any row has it."""
+    if rows:
+        cells = [(batch, n) for batch, lengths in rows[0]["speed"].items() for n in lengths]
+        found = [[row["speed"].get(batch, {}).get(n) for batch, n in cells] for row in rows]
+        lines = [
+            [state_cell(row), *(marked(row, "speed", speed_cell(x)) for x in scores)]
+            for row, scores in zip(rows, found)
+        ]
+        yield table([["decoding, tokens/s", *(f"{int(n):,} x {batch}" for batch, n in cells)], *lines])
+
+
+def speed_cell(scores: Row | None) -> str:
+    """Format tokens per second with the ratio to the original's."""
+    return "" if scores is None else f"{scores['value']:,.0f} ({scores['ratio']:.2f}x)"
 
 
 def ruler_table(rows: list[Row], lengths: list[str]) -> Iterator[str]:
@@ -555,6 +596,7 @@ def main(given: list[str] | None = None) -> None:
     add("--mc-limit", type=int, help="Questions of each task. Default: all.")
     add("--ruler", nargs="+", default=[], metavar="TASK", help="RULER's tasks to ask at --lengths. Default: none.")
     add("--ruler-samples", type=int, default=10, help="Questions of each of RULER's tasks and lengths. Default: 10.")
+    add("--speed", type=int, nargs="+", default=[], metavar="LENGTH", help="Lengths at which to measure decoding.")
     add("--bits", type=int, choices=(8, 4), help="Score each conversion with its linears in 8 or 4 bits, too.")
     add("--dtype", default="float32", help="Precision of the scores. Default: %(default)s.")
     add("--seed", type=int, default=0, help="Seed of needles, prompts and training. Default: 0.")
