@@ -1,4 +1,4 @@
-"""Errors of linears that a structure replaces at equal stored parameters, the table of docs/structures.md.
+"""Errors of linears that a structure replaces at equal stored parameters, the table of docs/measurements/quality.md.
 
     python -m recipes.papers.quality.projection SRC [--calibration TEXT] [--keep 0.5] [--structures low_rank btt monarch mlr]
 
