@@ -82,7 +82,7 @@ UNSET = {
         "far_window",
     ): "the window beyond which `far_weight` weights tokens, for mixers with another one than 64",
     ("Stage `distill`", "far_sinks"): "the same, for its first tokens",
-    ("Stage `lora`", "ce_weight"): "with `towards: distill`, as in `distill`",
+    ("Stage `lora`", "ce_weight"): "with `loss: distill`, as in `distill`",
     ("Stage `lora`", "temperature"): "the same",
     ("Stage `lora`", "top_k"): "the same",
     ("Stage `lora`", "dropout"): "the usual option of LoRA",
