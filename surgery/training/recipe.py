@@ -60,7 +60,7 @@ class GuardConfig(StrictModel):
 
 
 class HealingRecipe(StrictModel):
-    """The recipe of `surgery finetune`; docs/finetune.md explains every key.
+    """The recipe of `surgery finetune` (docs/finetune.md).
 
     precision: autocast precision (weights stay in float32); auto: bf16 on GPUs that support it. log, evaluate,
     checkpoint: intervals in steps; evaluate: None is a tenth of the run, 0 only after stages. deliver: `best`, the

@@ -75,7 +75,7 @@ class CalibrationText:
         return self.tokens - self.held_out
 
 
-LARGE_EIGENPROBLEM = 1024  # size n: smaller eigenproblems take a GPU as long (docs/scale.md)
+LARGE_EIGENPROBLEM = 1024  # size n: smaller eigenproblems take a GPU as long (docs/measurements/scale.md)
 
 
 @dataclass(frozen=True)
