@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from recipes.papers.experiments.models import make_stage
-from recipes.papers.experiments.sweep import Setting
+from recipes.papers.experiments.sweep import TURNS, Setting
 from recipes.papers.mup.models import rate_factors
 from recipes.papers.training.stacked import Batch, RunFunction, StackedTraining
 
@@ -67,6 +67,7 @@ def train_stack(
         stack.step(batch, stage.schedule.factor(step, setting.steps))
         if after_step is not None:
             after_step(stack, step)
+        TURNS.pass_on()
     return stack
 
 
