@@ -115,16 +115,18 @@ def run(experiment: Experiment, arguments: argparse.Namespace) -> None:
     part, parts = arguments.part
     origin = describe_origin(device, arguments.commit)
     ends, base = time.monotonic() + 60 * arguments.minutes, setting
-    if arguments.lengthen > 1 and (parts > 1 or arguments.steps):
+    if arguments.lengthen > 1 and (parts > 1 or arguments.steps or arguments.methods):
         raise SurgeryError(
             f"--lengthen {arguments.lengthen} doubles the steps until the rows of the baselines reach the paper's "
-            "figures, so one process trains all cells. Leave out --part and --steps, or use --steps without --lengthen."
+            "figures, so one process trains all cells. Leave out --part, --methods and --steps, or use them without "
+            "--lengthen."
         )
     if arguments.steps:
         setting = setting.lengthened(arguments.steps)
 
     def train(setting: Setting, cells: list[Cell]) -> bool:
-        """Return whether the cells have all rows."""
+        """Return whether the cells have all rows, those of other methods than --methods apart."""
+        cells = [cell for cell in cells if not arguments.methods or cell.method in arguments.methods]
         stack = stack_size(setting, experiment.heads, memory)
         cells = split_cells(
             setting, parts, lambda c: cell_minutes(setting, c, experiment.heads(c), stack(c)), cells
@@ -254,6 +256,10 @@ def main(experiment: Experiment, given: list[str] | None = None) -> None:
         "--part", type=parse_part, default=(1, 1), metavar="K/N",
         help="Train the K-th of N parts of the sweep, for N processes, which may share one --out. Default: 1/1.",
     )  # fmt: skip
+    methods = sorted({cell.method for s in (*experiment.settings, experiment.smoke) for cell in s.cells})
+    running.add_argument(
+        "--methods", nargs="+", choices=methods, metavar="METHOD", help="Train these methods only. Default: all."
+    )
     running.add_argument(
         "--side-by-side", type=parse_count, default=1, metavar="N",
         help="Train N methods or widths at a time, each on a stream of its own of one GPU. --memory is of all together. Default: 1.",

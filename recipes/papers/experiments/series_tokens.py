@@ -65,7 +65,7 @@ SETTINGS = (
     ),
     Setting(
         "gpu", "gpu", (128, 256, 384), METHODS, (1e-3, 3e-3, 9e-3), 3, 800, 32, 576, 4,
-        {"bins": 4094, "series": 20_000, "held_out": 1024, "mlp": 4},
+        {"bins": 4094, "series": 8000, "held_out": 1024, "mlp": 4},
     ),
 )  # fmt: skip
 SMOKE = Setting(
@@ -90,7 +90,7 @@ class SeriesRows:
     def __init__(self, setting: Setting, device: torch.device):
         sizes, self.length = setting.options, setting.length
         self.bins = sizes["bins"]
-        self.bank_NT = kernel_bank(sizes["series"], LONG * self.length, 0).to(device)
+        self.bank_NT = kernel_bank(sizes["series"], LONG * self.length, 0, device)
         self.training = round(0.95 * len(self.bank_NT))
         held_out = self.bank_NT[self.training :].unfold(1, self.length + 1, self.length + 1).flatten(0, 1)
         self.held_out = self.tokens(held_out[: sizes["held_out"]])

@@ -95,14 +95,14 @@ class UpdateMeter:
     def __init__(self, probe: Batch, runs: int):
         self.batch = {name: tensor.expand(runs, *tensor.shape) for name, tensor in probe.items()}
         self.before: Tensor | None = None
-        self.total = torch.zeros(runs, dtype=torch.float64)
+        self.total = torch.zeros(runs, dtype=torch.float64, device=probe["values"].device)
         self.steps = 0
 
     def __call__(self, stack: StackedTraining, step: int) -> None:
         """Measure the features after a step."""
         after_MBD = stack.map(last_features, self.batch)
         if self.before is not None:
-            self.total += (after_MBD - self.before).square().mean((1, 2)).sqrt().double().cpu()
+            self.total += (after_MBD - self.before).square().mean((1, 2)).sqrt().double()
             self.steps += 1
         self.before = after_MBD
 
