@@ -200,6 +200,13 @@ def test_cells_side_by_side_have_the_rows_of_one_at_a_time(tmp_path):
     assert all(row["side_by_side"] == 3 for row in rows[3])
 
 
+def test_a_model_is_made_once_for_each_seed(monkeypatch):
+    made, original = [], recall.make_recall_model
+    monkeypatch.setattr(recall, "make_recall_model", lambda *given: made.append(given[-1]) or original(*given))
+    rows = recall.train(recall.SMOKE, Cell("ssd", 16), [(1e-2, 0), (1e-3, 0), (1e-2, 1)], torch.device("cpu"))
+    assert made == [0, 1] and [(row["rate"], row["seed"]) for row in rows] == [(1e-2, 0), (1e-3, 0), (1e-2, 1)]
+
+
 def test_turns_go_round():
     """Every thread has its turn before one has two."""
     turns, order = Turns(), []

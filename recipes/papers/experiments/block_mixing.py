@@ -46,7 +46,7 @@ from recipes.papers.experiments.sweep import (
     mean_and_error,
     paired_difference,
 )
-from recipes.papers.experiments.training import trained_model
+from recipes.papers.experiments.training import seeds_of, trained_model
 from recipes.papers.experiments.verdicts import ANY, Comparison, Verdict, above, decide
 from recipes.papers.mup.models import rate_factors
 from recipes.papers.training.compute import count_compute
@@ -141,7 +141,7 @@ def masks_of(model: nn.Module, kind: type) -> list[Any]:
 
 def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: torch.device) -> list[Row]:
     """Train runs (rate, seed) of one cell at once and return their rows."""
-    task, models = make_task(setting), {seed: make_block_model(setting, cell, seed) for _, seed in runs}
+    task, models = make_task(setting), {seed: make_block_model(setting, cell, seed) for seed in seeds_of(runs)}
     first = models[runs[0][1]]
     factors = rate_factors(first, make_stage(setting.steps, base_width=64))
     if cell.method == "tbm_8_frozen":

@@ -40,7 +40,7 @@ from recipes.papers.experiments.sweep import (
     mean_and_error,
     paired_difference,
 )
-from recipes.papers.experiments.training import pick, train_stack
+from recipes.papers.experiments.training import pick, seeds_of, train_stack
 from recipes.papers.experiments.verdicts import UNDECIDED, Comparison, Verdict, above, decide
 from recipes.papers.training.compute import count_compute, state_size
 from recipes.papers.training.stacked import Batch, StackedTraining, causal_mask
@@ -190,7 +190,7 @@ def train_recall(
 def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: torch.device) -> list[Row]:
     """Train runs (rate, seed) of one cell at once and return their rows."""
     task = make_task(setting)
-    models = {seed: make_recall_model(setting, cell, seed) for _, seed in runs}
+    models = {seed: make_recall_model(setting, cell, seed) for seed in seeds_of(runs)}
     stack = train_recall(setting, runs, models, task, device)
     scores = score(stack, setting, task, len(runs), device)
     compute, state = (

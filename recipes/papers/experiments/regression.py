@@ -32,7 +32,7 @@ from recipes.papers.experiments.sweep import (
     finite_or_none,
     mean_and_error,
 )
-from recipes.papers.experiments.training import train_stack
+from recipes.papers.experiments.training import seeds_of, train_stack
 from recipes.papers.experiments.verdicts import UNDECIDED, Comparison, Verdict, above, decide
 from recipes.papers.training.compute import Compute, count_compute
 from recipes.papers.training.stacked import Batch, StackedTraining, causal_mask
@@ -102,7 +102,7 @@ def last_errors(call: Any, batch: Batch) -> Tensor:
 def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: torch.device) -> list[Row]:
     """Train runs (rate, seed) of one cell at once and return their rows."""
     task = RegressionTask(dims=setting.options["dims"], grow=round(0.06 * setting.steps * setting.rows))
-    seeds = sorted({seed for _, seed in runs})
+    seeds = seeds_of(runs)
     made = {seed: make_values_model(setting, cell, seed) for seed in seeds}
 
     def rows_of(seed: int, first: int, rows: int) -> Batch:

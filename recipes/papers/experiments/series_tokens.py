@@ -45,7 +45,7 @@ from recipes.papers.experiments.sweep import (
     mean_and_error,
 )
 from recipes.papers.experiments.text import position_losses, text_loss
-from recipes.papers.experiments.training import train_stack
+from recipes.papers.experiments.training import seeds_of, train_stack
 from recipes.papers.experiments.verdicts import DIVERGED, Comparison, Verdict, below, decide, has_diverged
 from recipes.papers.mup.models import rate_factors
 from recipes.papers.training.compute import count_compute, state_size
@@ -140,7 +140,7 @@ def add_positions(model: Any, length: int, seed: int) -> Any:
 def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: torch.device) -> list[Row]:
     """Train runs (rate, seed) of one cell at once and return their rows."""
     rows = SeriesRows(setting, device)
-    models = {seed: make_model(setting, cell, seed) for _, seed in runs}
+    models = {seed: make_model(setting, cell, seed) for seed in seeds_of(runs)}
     first = models[runs[0][1]]
     compute, state = count_compute(first, setting.length), state_size(first, setting.length)
     for seed, model in models.items():

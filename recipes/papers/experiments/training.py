@@ -19,6 +19,11 @@ STEPS_AT_ONCE = 32
 BatchFn = Callable[[int, int, int], Batch]  # (seed, first row, number of rows) -> tensors (rows, ..)
 
 
+def seeds_of(runs: Sequence[tuple[float, int]]) -> list[int]:
+    """Return the seeds of runs (rate, seed), each once: runs of one seed start from one model."""
+    return sorted({seed for _, seed in runs})
+
+
 def train_stack(
     setting: Setting,
     runs: Sequence[tuple[float, int]],

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from recipes.papers.experiments.driver import Experiment, main
 from recipes.papers.experiments.scaling import fit_power_law, make_linear, make_task, rate_factors
 from recipes.papers.experiments.sweep import Cell, Row, Setting, best_rows, difference, finite_or_none, mean_and_error
-from recipes.papers.experiments.training import train_stack
+from recipes.papers.experiments.training import seeds_of, train_stack
 from recipes.papers.experiments.verdicts import UNDECIDED, Comparison, Verdict, below, decide
 from recipes.papers.training.compute import linear_macs
 from recipes.papers.training.stacked import Batch, StackedTraining
@@ -109,7 +109,7 @@ class UpdateMeter:
 
 def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: torch.device) -> list[Row]:
     """Train runs (rate, seed) of one cell at once and return their rows."""
-    task, models = make_task(setting), {seed: make_mlp(setting, cell, seed) for _, seed in runs}
+    task, models = make_task(setting), {seed: make_mlp(setting, cell, seed) for seed in seeds_of(runs)}
     first = models[runs[0][1]]
     meter = UpdateMeter(task.batch(VALIDATION_SEED, 0, PROBES, 1, device), len(runs))
     stack = train_stack(
