@@ -144,12 +144,8 @@ def main() -> None:
     moments = input_moments(model, ids[: len(ids) // length * length].view(-1, length), names)
     rows = []
     for name in names:
-        rows.append(
-            {
-                "name": name,
-                **compare(model.get_submodule(name).weight.data, moments[name], arguments.levels, arguments.keep),
-            }
-        )
+        weight_OI = model.get_parameter(f"{name}.weight").detach()
+        rows.append({"name": name, **compare(weight_OI, moments[name], arguments.levels, arguments.keep)})
         print(format_line(rows[-1]), flush=True)
         if arguments.json:
             arguments.json.write_text(json.dumps(rows, indent=1))
