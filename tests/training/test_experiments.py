@@ -317,8 +317,11 @@ def test_lengthening_ends_when_the_baselines_reach_their_figures(tmp_path, capsy
     assert trained[3:] == [("smoke@9", "ssd"), ("smoke@9", "log_linear_ssd")]
     text = show(experiment, [out], None)
     assert "Setting `smoke@6`" in text and "Setting `smoke@9`" in text
-    with pytest.raises(SurgeryError, match="Leave out --part and --steps"):
-        main(experiment, [*command, "--lengthen", "2", "--part", "1/2"])
+    for options in (["--part", "1/2"], ["--methods", "ssd"], ["--steps", "4"]):
+        with pytest.raises(SurgeryError, match="Leave out --part, --methods and --steps"):
+            main(experiment, [*command, "--lengthen", "2", *options])
+    main(experiment, [*command, "--steps", "12", "--methods", "ssd"])
+    assert trained[5:] == [("smoke@12", "ssd")]
     longer = experiment.settings[0].lengthened(9)
     assert longer.name == "cpu@9" and experiment.setting("cpu@9") == longer
     assert experiment.run_command(longer) == f"{experiment.command} run --setting cpu --steps 9"

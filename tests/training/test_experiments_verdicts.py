@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import threading
 
 import pytest
 import torch
 
 from recipes.papers.experiments import block_mixing, characters, language, needles, recall, updates, weight_norm
 from recipes.papers.experiments.driver import main, parse_part
-from recipes.papers.experiments.sweep import Cell, is_complete, split_cells
+from recipes.papers.experiments.sweep import Cell, Turns, is_complete, key_of, read_rows, run_sweep, split_cells
 from recipes.papers.experiments.text import CodeRows, code_tokens, octaves, token_table
 from surgery.core.errors import SurgeryError
 
@@ -47,6 +48,18 @@ def test_block_mixing(dense, toeplitz, word):
 
     verdict = block_mixing.EXPERIMENT.judge(rows_of(setting, values), setting)
     assert verdict.word == word and "tbm_1 - tbm_8: +0" in verdict.besides
+    learns = "5 of 5 seeds, which answer" if toeplitz > 0.25 else "0 of 5 seeds;"
+    assert f"tbm_8 learns in {learns}" in verdict.besides
+
+
+def test_runs_that_learn():
+    setting = block_mixing.EXPERIMENT.setting("gpu_128")
+
+    def values(method, width, seed):
+        return {"accuracy": 0.9 if seed < 2 else 0.05, "by_length": {}, "floors": [0.1, 0.2]}
+
+    line = next(line for line in block_mixing.table(rows_of(setting, values), setting) if line[0] == "mhla")
+    assert line[1] == "39.0 ± 20.8" and line[2:4] == ["2 of 5", "90.0"]
 
 
 @pytest.mark.parametrize("gain, word", [(-0.01, "reproduced"), (0.01, "not seen at this size"), (0.0, "undecided")])
@@ -159,19 +172,75 @@ def test_parts_are_disjoint_and_of_similar_size(tmp_path):
     for text in ("0/2", "3/2", "1", "a/b", "-1/2", "1/" + "9" * 20):
         with pytest.raises(argparse.ArgumentTypeError, match="part"):
             parse_part(text)
-    with pytest.raises(SurgeryError, match="needs --out"):
-        main(needles.EXPERIMENT, ["run", "--setting", "smoke", "--part", "1/2", "--device", "cpu"])
 
 
 def test_parts_together_are_the_sweep(tmp_path, capsys):
-    files = [tmp_path / f"{part}.jsonl" for part in (1, 2)]
-    for part, file in enumerate(files, 1):
-        main(
-            needles.EXPERIMENT,
-            ["run", "--setting", "smoke", "--part", f"{part}/2", "--out", str(file), "--device", "cpu"],
-        )
-    main(needles.EXPERIMENT, ["show", *map(str, files)])
-    assert "does not have both families" in capsys.readouterr().out  # the verdict of complete rows
+    """In a file each, or in one."""
+    for files in ([tmp_path / "1.jsonl", tmp_path / "2.jsonl"], [tmp_path / "both.jsonl"] * 2):
+        for part, file in enumerate(files, 1):
+            main(
+                needles.EXPERIMENT,
+                ["run", "--setting", "smoke", "--part", f"{part}/2", "--out", str(file), "--device", "cpu"],
+            )
+        main(needles.EXPERIMENT, ["show", *map(str, sorted(set(files)))])
+        assert "does not have both families" in capsys.readouterr().out  # the verdict of complete rows
+
+
+def test_cells_side_by_side_have_the_rows_of_one_at_a_time(tmp_path):
+    """Threads take turns by the step, also where one process has more threads than methods, and name their origin."""
+    rows = {}
+    for count in (1, 3):
+        out = tmp_path / f"{count}.jsonl"
+        command = ["run", "--setting", "smoke", "--out", str(out), "--device", "cpu", "--commit", "abc"]
+        main(recall.EXPERIMENT, [*command, "--side-by-side", str(count)])
+        rows[count] = sorted(read_rows(out), key=key_of)
+    timed = ("seconds", "side_by_side")
+    alone, together = ([{k: v for k, v in row.items() if k not in timed} for row in found] for found in rows.values())
+    assert alone == together and len(alone) == 4 and alone[0]["commit"] == "abc" and alone[0]["machine"]
+    assert all(row["side_by_side"] == 3 for row in rows[3])
+
+
+def test_a_model_is_made_once_for_each_seed(monkeypatch):
+    made, original = [], recall.make_recall_model
+    monkeypatch.setattr(recall, "make_recall_model", lambda *given: made.append(given[-1]) or original(*given))
+    rows = recall.train(recall.SMOKE, Cell("ssd", 16), [(1e-2, 0), (1e-3, 0), (1e-2, 1)], torch.device("cpu"))
+    assert made == [0, 1] and [(row["rate"], row["seed"]) for row in rows] == [(1e-2, 0), (1e-3, 0), (1e-2, 1)]
+
+
+def test_turns_go_round():
+    """Every thread has its turn before one has two."""
+    turns, order = Turns(), []
+
+    def work(name):
+        with turns:
+            for _ in range(3):
+                order.append(name)
+                turns.pass_on()
+
+    with turns:  # all threads wait before the first has its turn
+        threads = [threading.Thread(target=work, args=(name,)) for name in "abc"]
+        for thread in threads:
+            thread.start()
+        while len(turns.waiting) < 3:
+            threading.Event().wait(0.01)
+    for thread in threads:
+        thread.join()
+    assert sorted(order[:3]) == ["a", "b", "c"] and order == 3 * order[:3]
+
+
+def test_a_cell_that_fails_does_not_stop_the_others(tmp_path):
+    setting, out = recall.SMOKE, tmp_path / "rows.jsonl"
+
+    def train(setting, cell, runs, device):
+        if cell.method == "ssd":
+            raise RuntimeError("out of memory")
+        keys = {"setting": setting.name, "method": cell.method, "width": cell.width, "loss": 1.0}
+        return [{**keys, "rate": rate, "seed": seed} for rate, seed in runs]
+
+    for count in (1, 2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            run_sweep(setting, train, out, "cpu", stack=lambda cell: 4, say=lambda text: None, side_by_side=count)
+        assert {row["method"] for row in read_rows(out)} == {"log_linear_ssd"}
 
 
 # -- data and measures ----------------------------------------------------------------------------------

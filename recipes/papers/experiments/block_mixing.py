@@ -16,11 +16,12 @@ too. Linear mixers have elu features, normalised, without RoPE.
     tbm_8_near              from the exponentials nearest the initial matrix of `mhla`
     tbm_8_frozen            at their initial values
 
-Floors: a value drawn from all values, and one drawn from those in the row. Rows of 2, 4 and 8 times the length of
-training are scored where the mask has no maximum length. R^2 of learned dense matrices is that of a fit by 8
-exponentials (surgery/mixers/masks/toeplitz_fit.py), at the start and at the end; a high value at the start says nothing
-about what was learned, so the distance that the matrix moved and the share of the movement that is Toeplitz are listed
-too.
+Floors: a value drawn from all values, and one drawn from those in the row. A run either learns to recall, with at least
+twice the second floor, or does not; the tables have the share of seeds that do and the accuracy of these. Rows of 2, 4
+and 8 times the length of training are scored where the mask has no maximum length. R^2 of learned dense matrices is
+that of a fit by 8 exponentials (surgery/mixers/masks/toeplitz_fit.py), at the start and at the end; a high value at the
+start says nothing about what was learned, so the distance that the matrix moved and the share of the movement that is
+Toeplitz are listed too.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from recipes.papers.experiments.sweep import (
     mean_and_error,
     paired_difference,
 )
-from recipes.papers.experiments.training import trained_model
+from recipes.papers.experiments.training import seeds_of, trained_model
 from recipes.papers.experiments.verdicts import ANY, Comparison, Verdict, above, decide
 from recipes.papers.mup.models import rate_factors
 from recipes.papers.training.compute import count_compute
@@ -73,11 +74,11 @@ SETTINGS = (
         {"vocabulary": 256, "pairs": (8,), "layout": "scattered", "block": 4, "held_out": 2048},
     ),
     Setting(
-        "gpu", "gpu", (256,), METHODS, (3e-4, 1e-3, 3e-3), 3, 4000, 32, 1024, 4,
+        "gpu", "gpu", (256,), METHODS, (3e-4, 1e-3, 3e-3), 5, 4000, 32, 1024, 4,
         {"vocabulary": 1024, "pairs": (16,), "layout": "scattered", "block": 32, "held_out": 2048},
     ),
     Setting(
-        "gpu_64_pairs", "gpu", (256,), ("mhla_frozen", "mhla", "tbm_8"), (3e-4, 1e-3, 3e-3), 3, 4000, 32, 1024, 4,
+        "gpu_64_pairs", "gpu", (256,), ("mhla_frozen", "mhla", "tbm_8"), (3e-4, 1e-3, 3e-3), 5, 4000, 32, 1024, 4,
         {"vocabulary": 1024, "pairs": (64,), "layout": "scattered", "block": 32, "held_out": 2048},
     ),
 )  # fmt: skip
@@ -140,7 +141,7 @@ def masks_of(model: nn.Module, kind: type) -> list[Any]:
 
 def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: torch.device) -> list[Row]:
     """Train runs (rate, seed) of one cell at once and return their rows."""
-    task, models = make_task(setting), {seed: make_block_model(setting, cell, seed) for _, seed in runs}
+    task, models = make_task(setting), {seed: make_block_model(setting, cell, seed) for seed in seeds_of(runs)}
     first = models[runs[0][1]]
     factors = rate_factors(first, make_stage(setting.steps, base_width=64))
     if cell.method == "tbm_8_frozen":
@@ -206,23 +207,37 @@ def verdict(rows: list[Row], setting: Setting) -> Verdict:
         Comparison(f"{a} - {b}", paired_difference(best, a, b, "accuracy"), above(0.0), fair)
         for a, b, fair in (("tbm_8", "mhla", None), ("mhla", "mhla_frozen", ANY))
     ]
-    floor = 2 / max(setting.options["pairs"])
+    floor = learned_from(setting)
     low = max(mean_and_error(_accuracies(best, m))[0] for m in ("tbm_8", "mhla")) < floor
     return decide(
-        setting, best, comparisons, ("tbm_8", "mhla", "mhla_frozen"), missed=[PRINTED], besides=_others(best),
+        setting, best, comparisons, ("tbm_8", "mhla", "mhla_frozen"), missed=[PRINTED], besides=_others(best, floor),
         invalid=f"neither answers {100 * floor:.0f}%, twice the share of a value drawn from the row" if low else "",
     )  # fmt: skip
 
 
-def _others(best: BestRows) -> list[str]:
-    """Return the paper's other comparisons in words."""
+def learned_from(setting: Setting) -> float:
+    """Return the accuracy from which on a run has learned to recall: twice the share of a value drawn from the row."""
+    return 2 / max(setting.options["pairs"])
+
+
+def learned(best: BestRows, method: str, floor: float) -> tuple[str, str]:
+    """Return (seeds that learn, of how many; their mean accuracy in %, empty without one) of a method in words."""
+    own = _accuracies(best, method)
+    high = [100 * accuracy for accuracy in own if accuracy >= floor]
+    return f"{len(high)} of {len(own)}", f"{mean_and_error(high)[0]:.1f}" if high else ""
+
+
+def _others(best: BestRows, floor: float) -> list[str]:
+    """Return the share of seeds that learn and the paper's other comparisons in words."""
     found: list[tuple[str, Difference | None]] = [
         (f"{a} - {b}", paired_difference(best, a, b, "accuracy"))
         for a, b in (("tbm_1", "tbm_8"), ("tbm_8", "tbm_8_frozen"), ("tbm_8_near", "tbm_8"))
     ]
     long = [row["by_length"]["8"] - row["accuracy"] for (m, _, _), row in best.items() if m == "tbm_8"]
     found.append(("tbm_8 at 8 times the length", difference(long)))
-    return [f"{name}: {value}" for name, value in found if value is not None]
+    shares = [(m, *learned(best, m, floor)) for m in ("tbm_8", "mhla", "mhla_frozen")]
+    words = [f"{m} learns in {seeds} seeds" + (f", which answer {mean}%" if mean else "") for m, seeds, mean in shares]
+    return words + [f"{name}: {value}" for name, value in found if value is not None]
 
 
 def _accuracies(best: BestRows, method: str) -> list[float]:
@@ -230,12 +245,16 @@ def _accuracies(best: BestRows, method: str) -> list[float]:
 
 
 def table(rows: list[Row], setting: Setting) -> list[list[str]]:
-    """Return the table: accuracy in % (mean ± standard error) by length, and how Toeplitz the learned matrices are."""
+    """Return the table: accuracy in % (mean ± standard error), of all seeds and of those that learn, by length, and how
+    Toeplitz the learned matrices are.
+    """
     best = best_rows(rows, setting)
     lines = [
         [
             "mixer",
             "accuracy, %",
+            "seeds that learn",
+            "their accuracy, %",
             *(f"{t}x length" for t in TIMES),
             "R^2 start, end",
             "moved (Toeplitz share)",
@@ -251,11 +270,12 @@ def table(rows: list[Row], setting: Setting) -> list[list[str]]:
             if "r2_end" in own[0]:
                 fit = f"{_mean(own, 'r2_start'):.3f}, {_mean(own, 'r2_end'):.3f}"
                 moved = f"{_mean(own, 'moved'):.3f} ({_mean(own, 'r2_moved'):.2f})"
-            lines.append([method, f"{mean:.1f} ± {error:.1f}", *longer, fit, moved, edge_mark(own)])
+            runs = learned(best, method, learned_from(setting))
+            lines.append([method, f"{mean:.1f} ± {error:.1f}", *runs, *longer, fit, moved, edge_mark(own)])
     floors = [row["floors"] for row in best.values()]
     if floors:
         words = ["drawn from all values", "drawn from the row's values"]
-        lines += [[name, f"{100 * floor:.1f}", *[""] * 6] for name, floor in zip(words, floors[0])]
+        lines += [[name, f"{100 * floor:.1f}", *[""] * 8] for name, floor in zip(words, floors[0])]
     return lines
 
 

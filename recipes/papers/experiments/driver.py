@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from recipes.papers.experiments.sweep import (
 )
 from recipes.papers.experiments.verdicts import UNDECIDED, Verdict
 from recipes.papers.training.compute import CONVENTION
-from surgery.core.device import choose_device
+from surgery.core.device import choose_device, device_name, side_stream
 from surgery.core.errors import SurgeryError
 
 ROWS = Path(__file__).with_name("rows")  # results that belong to the repository
@@ -108,31 +109,36 @@ def run(experiment: Experiment, arguments: argparse.Namespace) -> None:
         setting = replace(setting, options={**setting.options, "data": str(arguments.data)})
     device = choose_device(arguments.device)
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
-    memory = arguments.memory or MEMORY["gpu" if device.type == "cuda" else "cpu"]
+    side_by_side = arguments.side_by_side
+    memory = (arguments.memory or MEMORY["gpu" if device.type == "cuda" else "cpu"]) / side_by_side
     out = arguments.out or ROWS / f"{experiment.name}.jsonl"
     part, parts = arguments.part
-    if parts > 1 and arguments.out is None:
-        raise SurgeryError(f"--part {part}/{parts} needs --out: processes that run side by side write to a file each.")
+    origin = describe_origin(device, arguments.commit)
     ends, base = time.monotonic() + 60 * arguments.minutes, setting
-    if arguments.lengthen > 1 and (parts > 1 or arguments.steps):
+    if arguments.lengthen > 1 and (parts > 1 or arguments.steps or arguments.methods):
         raise SurgeryError(
             f"--lengthen {arguments.lengthen} doubles the steps until the rows of the baselines reach the paper's "
-            "figures, so one process trains all cells. Leave out --part and --steps, or use --steps without --lengthen."
+            "figures, so one process trains all cells. Leave out --part, --methods and --steps, or use them without "
+            "--lengthen."
         )
     if arguments.steps:
         setting = setting.lengthened(arguments.steps)
 
     def train(setting: Setting, cells: list[Cell]) -> bool:
-        """Return whether the cells have all rows."""
+        """Return whether the cells have all rows, those of other methods than --methods apart."""
+        cells = [cell for cell in cells if not arguments.methods or cell.method in arguments.methods]
         stack = stack_size(setting, experiment.heads, memory)
         cells = split_cells(
             setting, parts, lambda c: cell_minutes(setting, c, experiment.heads(c), stack(c)), cells
         )[part - 1]  # fmt: skip
         if device.type == "cuda":
             counted = sum(cell_minutes(setting, c, experiment.heads(c), stack(c)) for c in cells)
-            print(f"forecast, counted: {counted:.1f} minutes", flush=True)
+            print(f"forecast, counted: {counted:.1f} minutes of one cell at a time", flush=True)
         minutes = (ends - time.monotonic()) / 60
-        return run_sweep(setting, experiment.train, out, device, stack=stack, cells=cells, minutes=minutes)
+        return run_sweep(
+            setting, experiment.train, out, device, stack=stack, cells=cells, minutes=minutes, origin=origin,
+            side_by_side=side_by_side, stream=lambda: side_stream(device),
+        )  # fmt: skip
 
     while experiment.missed is not None and 2 * setting.steps <= arguments.lengthen * base.steps:
         if not train(setting, [cell for cell in setting.cells if cell.method in experiment.baselines]):
@@ -143,6 +149,21 @@ def run(experiment: Experiment, arguments: argparse.Namespace) -> None:
         setting = base.lengthened(2 * setting.steps)
     if train(setting, setting.cells):
         print(f"complete: {out}")
+
+
+def describe_origin(device: torch.device, commit: str | None = None) -> Row:
+    """Return what every row says about where it comes from: the device's name, the version of torch and the commit.
+
+    commit: None: that of the checkout, which has none if it is a copy without history.
+    """
+    if commit is None:
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
+        try:
+            commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            commit = ""
+    origin = {"machine": device_name(device), "torch": torch.__version__}
+    return {**origin, "commit": commit} if commit else origin
 
 
 def parse_count(text: str) -> int:
@@ -218,7 +239,9 @@ def main(experiment: Experiment, given: list[str] | None = None) -> None:
     running.add_argument("--setting", choices=names, default="cpu", help="Size of the sweep. Default: cpu.")
     running.add_argument("--out", type=Path, help="JSON-lines file. Default: the one of the repository.")
     running.add_argument("--device", help="Default: a GPU if there is one.")
-    running.add_argument("--memory", type=float, help="GB of a stack of runs. Default: 2 on a CPU, 60 on a GPU.")
+    running.add_argument(
+        "--memory", type=float, help="GB of the stacks of runs that train at a time. Default: 2 on a CPU, 60 on a GPU."
+    )
     running.add_argument("--minutes", type=float, default=math.inf, help="Start no stack that would end later.")
     running.add_argument(
         "--steps", type=parse_count, help="Steps of every run, instead of the setting's. Default: its."
@@ -231,8 +254,17 @@ def main(experiment: Experiment, given: list[str] | None = None) -> None:
         )  # fmt: skip
     running.add_argument(
         "--part", type=parse_part, default=(1, 1), metavar="K/N",
-        help="Train the K-th of N parts of the sweep, for N processes with an --out each. Default: 1/1.",
+        help="Train the K-th of N parts of the sweep, for N processes, which may share one --out. Default: 1/1.",
     )  # fmt: skip
+    methods = sorted({cell.method for s in (*experiment.settings, experiment.smoke) for cell in s.cells})
+    running.add_argument(
+        "--methods", nargs="+", choices=methods, metavar="METHOD", help="Train these methods only. Default: all."
+    )
+    running.add_argument(
+        "--side-by-side", type=parse_count, default=1, metavar="N",
+        help="Train N methods or widths at a time, each on a stream of its own of one GPU. --memory is of all together. Default: 1.",
+    )  # fmt: skip
+    running.add_argument("--commit", help="Commit that the rows name. Default: that of the checkout.")
     if experiment.data:
         running.add_argument("--data", type=Path, help=experiment.data)
     running.add_argument("--plain", action="store_true", help="Do not use CUDA graphs.")

@@ -47,7 +47,7 @@ from recipes.papers.experiments.sweep import (
     is_complete,
     mean_and_error,
 )
-from recipes.papers.experiments.training import train_stack
+from recipes.papers.experiments.training import seeds_of, train_stack
 from recipes.papers.experiments.verdicts import DIVERGED, Comparison, Verdict, below, decide, has_diverged
 from recipes.papers.mup.models import rate_factors
 from recipes.papers.training.compute import count_compute
@@ -216,7 +216,7 @@ def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: t
     """Train runs (rate, seed) of one cell at once and return their rows."""
     sizes, horizon = setting.options, split_name(cell.method)[1]
     series_NC = load_series(sizes.get("data"), sizes.get("made", False), sizes["hours"]).to(device)
-    made = {seed: make_encoder(setting, cell, seed) for _, seed in runs}
+    made = {seed: make_encoder(setting, cell, seed) for seed in seeds_of(runs)}
     first, macs = made[runs[0][1]]
 
     def rows_of(seed: int, start: int, rows: int) -> Batch:

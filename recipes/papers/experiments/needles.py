@@ -37,6 +37,7 @@ from recipes.papers.experiments.sweep import (
     edge_mark,
     mean_and_error,
 )
+from recipes.papers.experiments.training import seeds_of
 from recipes.papers.experiments.verdicts import UNDECIDED, Comparison, Verdict, above, decide
 from recipes.papers.training.compute import count_compute, state_size
 
@@ -60,7 +61,7 @@ SMOKE = Setting(
 
 def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: torch.device) -> list[Row]:
     """Train runs (rate, seed) of one cell at once and return their rows."""
-    task, models = make_task(setting), {seed: make_recall_model(setting, cell, seed) for _, seed in runs}
+    task, models = make_task(setting), {seed: make_recall_model(setting, cell, seed) for seed in seeds_of(runs)}
     stack = train_recall(setting, runs, models, task, device)
     found = {times: score(stack, setting, task, len(runs), device, times) for times in TIMES}
     first = models[runs[0][1]].model

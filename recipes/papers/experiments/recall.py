@@ -40,7 +40,7 @@ from recipes.papers.experiments.sweep import (
     mean_and_error,
     paired_difference,
 )
-from recipes.papers.experiments.training import pick, train_stack
+from recipes.papers.experiments.training import pick, seeds_of, train_stack
 from recipes.papers.experiments.verdicts import UNDECIDED, Comparison, Verdict, above, decide
 from recipes.papers.training.compute import count_compute, state_size
 from recipes.papers.training.stacked import Batch, StackedTraining, causal_mask
@@ -78,6 +78,10 @@ SETTINGS = (
     Setting(
         "gpu_64", "gpu", (16, 32, 64), CORE, (1e-3, 3e-3, 1e-2, 3e-2), 5, 4000, 128, 64, 2,
         {"vocabulary": 512, "pairs": (4, 8, 16), "held_out": 4096, "levels": 7},
+    ),
+    Setting(
+        "gpu_64_warm", "gpu", (16, 32, 64), CORE, (1e-3, 3e-3, 1e-2, 3e-2), 5, 4000, 128, 64, 2,
+        {"vocabulary": 512, "pairs": (4, 8, 16), "held_out": 4096, "levels": 7, "warm_up": WARM_UP},
     ),
     Setting(
         "gpu", "gpu", (16, 32, 64), tuple(ATTENTION), RATES, 5, 5000, 128, 128, 2,
@@ -186,7 +190,7 @@ def train_recall(
 def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: torch.device) -> list[Row]:
     """Train runs (rate, seed) of one cell at once and return their rows."""
     task = make_task(setting)
-    models = {seed: make_recall_model(setting, cell, seed) for _, seed in runs}
+    models = {seed: make_recall_model(setting, cell, seed) for seed in seeds_of(runs)}
     stack = train_recall(setting, runs, models, task, device)
     scores = score(stack, setting, task, len(runs), device)
     compute, state = (

@@ -32,7 +32,7 @@ from recipes.papers.experiments.sweep import (
     finite_or_none,
     mean_and_error,
 )
-from recipes.papers.experiments.training import train_stack
+from recipes.papers.experiments.training import seeds_of, train_stack
 from recipes.papers.experiments.verdicts import UNDECIDED, Comparison, Verdict, above, decide
 from recipes.papers.training.compute import Compute, count_compute
 from recipes.papers.training.stacked import Batch, StackedTraining, causal_mask
@@ -45,7 +45,7 @@ SOLVED = 0.1  # error over that of the zero predictor below which the paper's co
 FACTOR = 2.0  # 8 heads must err this many times as much as BTT
 
 SETTINGS = (
-    Setting("cpu", "cpu", (16,), ("heads_8", "heads_1", "btt_8"), (1e-3, 3e-3), 2, 20000, 64, 16, 2, {"dims": 4, "held_out": 2048}),
+    Setting("cpu", "cpu", (16,), METHODS, (1e-3, 3e-3), 2, 20000, 64, 16, 2, {"dims": 4, "held_out": 2048}),
     Setting("gpu", "gpu", (16, 32, 64), METHODS, (1e-3, 3e-3, 1e-2), 3, 30000, 256, 32, 4, {"dims": 8, "held_out": 20480}),
     Setting("gpu_16", "gpu", (64, 128), METHODS, (1e-3, 3e-3), 2, 30000, 256, 64, 4, {"dims": 16, "held_out": 20480}),
 )  # fmt: skip
@@ -102,7 +102,7 @@ def last_errors(call: Any, batch: Batch) -> Tensor:
 def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: torch.device) -> list[Row]:
     """Train runs (rate, seed) of one cell at once and return their rows."""
     task = RegressionTask(dims=setting.options["dims"], grow=round(0.06 * setting.steps * setting.rows))
-    seeds = sorted({seed for _, seed in runs})
+    seeds = seeds_of(runs)
     made = {seed: make_values_model(setting, cell, seed) for seed in seeds}
 
     def rows_of(seed: int, first: int, rows: int) -> Batch:

@@ -37,7 +37,7 @@ from recipes.papers.experiments.sweep import (
     finite_or_none,
     mean_and_error,
 )
-from recipes.papers.experiments.training import train_stack
+from recipes.papers.experiments.training import seeds_of, train_stack
 from recipes.papers.experiments.verdicts import ANY, UNDECIDED, Comparison, Verdict, above, decide
 from recipes.papers.training.compute import linear_macs
 from recipes.papers.training.stacked import Batch
@@ -200,7 +200,7 @@ def train_classifiers(
     naive: cores have the rate of the dense layer in their place.
     """
     task = make_task(setting)
-    models = {seed: make(setting, cell, seed) for seed in sorted({seed for _, seed in runs})}
+    models = {seed: make(setting, cell, seed) for seed in seeds_of(runs)}
     first = models[runs[0][1]]
 
     def rows_of(seed: int, first: int, rows: int) -> Batch:

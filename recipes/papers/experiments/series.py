@@ -27,6 +27,7 @@ MAX_BYTES = 64_000_000
 MAX_VALUE = 1e6
 PERIODS = (24.0, 48.0, 96.0, 168.0)  # hours
 EDGE = 15.0  # tokens cover [-EDGE, EDGE]
+CPU = torch.device("cpu")
 AT_ONCE = 64  # series whose covariances are decomposed together
 
 
@@ -83,51 +84,53 @@ def made_series(rows: int) -> Tensor:
 
 # -- series of random kernels ---------------------------------------------------------------------------
 @lru_cache(maxsize=2)
-def kernel_bank(count: int, length: int, seed: int) -> Tensor:
-    """Return series (count, length), float32, of KernelSynth."""
+def kernel_bank(count: int, length: int, seed: int, device: torch.device = CPU) -> Tensor:
+    """Return series (count, length), float32, of KernelSynth, computed on a device from random numbers of the CPU."""
     generator = torch.Generator().manual_seed(seed)
     parts = []
     for first in range(0, count, AT_ONCE):
         some = min(AT_ONCE, count - first)
-        covariance = torch.stack([random_covariance(length, generator) for _ in range(some)])
-        noise = torch.randn(some, length, 1, generator=generator, dtype=torch.float64)
-        parts.append((_square_root(covariance) @ noise)[..., 0])
-    return torch.cat(parts).float()
+        covariance = torch.stack([random_covariance(length, generator, device) for _ in range(some)])
+        noise = torch.randn(some, length, 1, generator=generator, dtype=torch.float64).to(device)
+        parts.append((_square_root(covariance) @ noise)[..., 0].float())
+    bank_NT = torch.cat(parts)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # the cached series are read on other streams too
+    return bank_NT
 
 
-def random_covariance(length: int, generator: torch.Generator) -> Tensor:
+def random_covariance(length: int, generator: torch.Generator, device: torch.device = CPU) -> Tensor:
     """Return the covariance (T, T), float64, of one to five random kernels, with its largest variance scaled to 1."""
     number = 1 + int(torch.randint(5, (), generator=generator))
-    total = random_kernel(length, generator)
+    total = random_kernel(length, generator, device)
     for _ in range(number - 1):
-        other = random_kernel(length, generator)
+        other = random_kernel(length, generator, device)
         total = total + other if torch.rand((), generator=generator) < 0.5 else total * other
     return total / total.diagonal().max()
 
 
-def random_kernel(length: int, generator: torch.Generator) -> Tensor:
+def random_kernel(length: int, generator: torch.Generator, device: torch.device = CPU) -> Tensor:
     """Return the covariance (T, T) of a linear, squared exponential, periodic, rational quadratic, or white noise
     kernel.
     """
     kind = int(torch.randint(5, (), generator=generator))
     choice = int(torch.randint(len(PERIODS), (), generator=generator))
-    t_T = torch.arange(length, dtype=torch.float64)
-    distance_TT = (t_T[:, None] - t_T).abs()
+    t_T = torch.arange(length, dtype=torch.float64, device=device)
     scale = (0.1, 1.0, 10.0, 100.0)[choice] * length / 100
     if kind == 0:
         return t_T[:, None] * t_T / length**2 + scale / length
-    if kind == 1:
-        return (-(distance_TT**2) / (2 * scale**2)).exp()
-    if kind == 2:
-        return (-2 * (math.pi * distance_TT / PERIODS[choice]).sin() ** 2).exp()
-    if kind == 3:
-        return 1 / (1 + distance_TT**2 / (2 * scale**2))
-    return torch.eye(length, dtype=torch.float64)
+    by_distance_T = {
+        1: lambda: (-(t_T**2) / (2 * scale**2)).exp(),
+        2: lambda: (-2 * (math.pi * t_T / PERIODS[choice]).sin() ** 2).exp(),
+        3: lambda: 1 / (1 + t_T**2 / (2 * scale**2)),
+        4: lambda: (t_T == 0).double(),
+    }[kind]()
+    return torch.cat([by_distance_T.flip(0), by_distance_T[1:]]).unfold(0, length, 1).flip(0)  # a Toeplitz matrix
 
 
 def _square_root(covariance_BTT: Tensor) -> Tensor:
     """Return factors L (B, T, T) with L L^T = covariance + 1e-6."""
-    jitter = 1e-6 * torch.eye(covariance_BTT.shape[-1], dtype=covariance_BTT.dtype)
+    jitter = 1e-6 * torch.eye(covariance_BTT.shape[-1], dtype=covariance_BTT.dtype, device=covariance_BTT.device)
     return torch.linalg.cholesky(covariance_BTT + jitter)
 
 

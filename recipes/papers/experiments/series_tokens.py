@@ -45,7 +45,7 @@ from recipes.papers.experiments.sweep import (
     mean_and_error,
 )
 from recipes.papers.experiments.text import position_losses, text_loss
-from recipes.papers.experiments.training import train_stack
+from recipes.papers.experiments.training import seeds_of, train_stack
 from recipes.papers.experiments.verdicts import DIVERGED, Comparison, Verdict, below, decide, has_diverged
 from recipes.papers.mup.models import rate_factors
 from recipes.papers.training.compute import count_compute, state_size
@@ -65,7 +65,7 @@ SETTINGS = (
     ),
     Setting(
         "gpu", "gpu", (128, 256, 384), METHODS, (1e-3, 3e-3, 9e-3), 3, 800, 32, 576, 4,
-        {"bins": 4094, "series": 20_000, "held_out": 1024, "mlp": 4},
+        {"bins": 4094, "series": 8000, "held_out": 1024, "mlp": 4},
     ),
 )  # fmt: skip
 SMOKE = Setting(
@@ -90,7 +90,7 @@ class SeriesRows:
     def __init__(self, setting: Setting, device: torch.device):
         sizes, self.length = setting.options, setting.length
         self.bins = sizes["bins"]
-        self.bank_NT = kernel_bank(sizes["series"], LONG * self.length, 0).to(device)
+        self.bank_NT = kernel_bank(sizes["series"], LONG * self.length, 0, device)
         self.training = round(0.95 * len(self.bank_NT))
         held_out = self.bank_NT[self.training :].unfold(1, self.length + 1, self.length + 1).flatten(0, 1)
         self.held_out = self.tokens(held_out[: sizes["held_out"]])
@@ -140,7 +140,7 @@ def add_positions(model: Any, length: int, seed: int) -> Any:
 def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: torch.device) -> list[Row]:
     """Train runs (rate, seed) of one cell at once and return their rows."""
     rows = SeriesRows(setting, device)
-    models = {seed: make_model(setting, cell, seed) for _, seed in runs}
+    models = {seed: make_model(setting, cell, seed) for seed in seeds_of(runs)}
     first = models[runs[0][1]]
     compute, state = count_compute(first, setting.length), state_size(first, setting.length)
     for seed, model in models.items():

@@ -33,7 +33,7 @@ from recipes.papers.experiments.sweep import (
     mean_and_error,
 )
 from recipes.papers.experiments.text import VOCABULARY, CodeRows
-from recipes.papers.experiments.training import train_stack
+from recipes.papers.experiments.training import seeds_of, train_stack
 from recipes.papers.experiments.verdicts import DIVERGED, Comparison, Verdict, below, decide, has_diverged
 from recipes.papers.mup.models import SweepSizes, make_gpt2
 from recipes.papers.training.compute import count_compute
@@ -86,7 +86,7 @@ def word_loss(call: Any, batch: Batch) -> Tensor:
 def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: torch.device) -> list[Row]:
     """Train runs (rate, seed) of one cell at once and return their rows."""
     rows = CodeRows(setting.options["text"], setting.options["characters"], device)
-    models = {seed: make_model(setting, cell, seed) for _, seed in runs}
+    models = {seed: make_model(setting, cell, seed) for seed in seeds_of(runs)}
     first, classes = models[runs[0][1]], setting.options["classes"]
     characters = 2 * setting.length + 1  # rows of one character more, which makes T + 1 words
 

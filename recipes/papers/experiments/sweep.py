@@ -12,11 +12,15 @@ seeds that have rows at all rates, for every method alike.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -164,9 +168,13 @@ def _parse_row(line: str, where: str) -> Row:
 
 
 def append_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Append rows, each complete or not at all; a part of a line that a killed run left is removed first."""
+    """Append rows, each complete or not at all; a part of a line that a killed run left is removed first.
+
+    Several processes may append to one file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         whole = file.read().rfind(b"\n") + 1
         file.truncate(whole)
@@ -184,6 +192,45 @@ def key_of(row: Row) -> tuple[Any, ...]:
 TrainFn = Callable[[Setting, Cell, list[tuple[float, int]], Any], list[Row]]
 
 
+class Turns:
+    """Threads of which one runs at a time, in a fixed order, until it passes its turn on.
+
+    Python code of two stacks never runs at once, so that it may change global state between two calls of `pass_on`;
+    what they started on a GPU does.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.running = threading.Lock(), False
+        self.waiting: deque[threading.Event] = deque()
+
+    def __enter__(self) -> None:
+        """Wait for a turn."""
+        with self.lock:
+            if not self.running:
+                self.running = True
+                return
+            mine = threading.Event()
+            self.waiting.append(mine)
+        mine.wait()
+
+    def __exit__(self, *error: object) -> None:
+        """Give the turn to the thread that waits longest."""
+        with self.lock:
+            if self.waiting:
+                self.waiting.popleft().set()
+            else:
+                self.running = False
+
+    def pass_on(self) -> None:
+        """Let every thread that waits have a turn first. Without such threads, nothing happens."""
+        if self.waiting:
+            self.__exit__()
+            self.__enter__()
+
+
+TURNS = Turns()  # of the stacks that one process trains side by side
+
+
 def run_sweep(
     setting: Setting,
     train: TrainFn,
@@ -194,35 +241,74 @@ def run_sweep(
     cells: list[Cell] | None = None,
     minutes: float = math.inf,
     say: Callable[[str], None] = print,
+    side_by_side: int = 1,
+    stream: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    origin: Row | None = None,
 ) -> bool:
     """Train the runs that `out` lacks and append their rows. Return whether all runs of the cells have rows.
 
     stack: the largest number of runs at once. cells: those to train; None: all of the setting. minutes: no stack is
-    started whose forecast, from the time of earlier stacks of this call, ends later.
+    started whose forecast, from the time of earlier stacks of this call, ends later. side_by_side: number of cells that
+    are trained at a time, each in a thread inside the context `stream()`. origin: what every row says about the
+    machine and the code. Raises the error of the first cell that fails after the others are trained.
     """
     chosen = setting.cells if cells is None else cells
-    began, slowest = time.monotonic(), 0.0
-    for phase in PHASES:
-        for cell in chosen:
-            for runs in _stacks(_missing(setting, cell, phase, read_rows(out)), stack(cell)):
-                spent = time.monotonic() - began
-                if spent + slowest * len(runs) > 60 * minutes:
+    left = [(phase, cell) for phase in PHASES for cell in chosen]
+    busy: set[Cell] = set()
+    began, slowest, stopped = time.monotonic(), 0.0, False
+    errors: list[Exception] = []
+
+    def next_part() -> tuple[str, Cell] | None:
+        """Return the next phase of a cell of which no other thread trains a phase."""
+        return next((part for part in left if part[1] not in busy), None)
+
+    def train_part(phase: str, cell: Cell) -> None:
+        nonlocal slowest, stopped
+        for runs in _stacks(_missing(setting, cell, phase, read_rows(out)), stack(cell)):
+            spent = time.monotonic() - began
+            if stopped or spent + slowest * len(runs) > 60 * minutes:
+                if not stopped:
                     say(f"stopped after {spent / 60:.1f} minutes; the same command goes on")
-                    return False
-                start = time.monotonic()
-                rows = train(setting, cell, runs, device)
-                seconds = time.monotonic() - start
-                slowest = max(slowest, seconds / len(runs))
-                shared = {"seconds": round(seconds / len(runs), 3), "stack": len(runs), "device": str(device)}
-                append_rows(out, [{**row, **shared} for row in rows])
-                known = read_rows(out)
-                left = sum(len(_missing(setting, c, p, known)) for c in chosen for p in PHASES) * slowest / 60
-                best = min((row["loss"] for row in rows if row["loss"] is not None), default=math.nan)
-                say(
-                    f"{setting.name} {cell.method} {cell.width}: {len(runs)} runs, {seconds:.1f} s, lowest loss "
-                    f"{best:.4f}; at most {left:.0f} minutes left"
-                )
-    return True
+                stopped = True
+                return
+            start = time.monotonic()
+            rows = train(setting, cell, runs, device)
+            seconds = time.monotonic() - start
+            slowest = max(slowest, seconds / len(runs))
+            shared = {"seconds": round(seconds / len(runs), 3), "stack": len(runs), "device": str(device)}
+            shared |= {"side_by_side": side_by_side} if side_by_side > 1 else {}
+            append_rows(out, [{**row, **shared, **(origin or {})} for row in rows])
+            known = read_rows(out)
+            more = sum(len(_missing(setting, c, p, known)) for c in chosen for p in PHASES) * slowest / 60
+            best = min((row["loss"] for row in rows if row["loss"] is not None), default=math.nan)
+            say(
+                f"{setting.name} {cell.method} {cell.width}: {len(runs)} runs, {seconds:.1f} s, lowest loss "
+                f"{best:.4f}; at most {more / side_by_side:.0f} minutes left"
+            )
+
+    def work() -> None:
+        with TURNS, stream():
+            while not stopped and (part := next_part()) is not None:
+                left.remove(part)
+                busy.add(part[1])
+                try:
+                    train_part(*part)
+                except Exception as error:
+                    errors.append(error)
+                    left[:] = [(phase, cell) for phase, cell in left if cell != part[1]]
+                busy.discard(part[1])
+
+    if side_by_side == 1:
+        work()
+    else:
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(side_by_side)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]
+    return not stopped
 
 
 def _stacks(runs: list[tuple[float, int]], most: int) -> list[list[tuple[float, int]]]:

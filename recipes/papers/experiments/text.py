@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from recipes.papers.experiments.models import make_decoder
 from recipes.papers.experiments.sweep import Cell, Row, Setting, finite_or_none
-from recipes.papers.experiments.training import train_stack
+from recipes.papers.experiments.training import seeds_of, train_stack
 from recipes.papers.healing.text import code_documents
 from recipes.papers.training.compute import count_compute, state_size
 from recipes.papers.training.stacked import Batch, StackedTraining, causal_mask
@@ -117,7 +117,7 @@ def train_text(
 ) -> list[Row]:
     """Train runs (rate, seed) of one cell at once and return their rows."""
     rows = CodeRows(setting.options["text"], setting.options["characters"], device)
-    models = {seed: make_text_model(setting, cell, attention, heads, seed) for _, seed in runs}
+    models = {seed: make_text_model(setting, cell, attention, heads, seed) for seed in seeds_of(runs)}
     first = models[runs[0][1]]
     stack = train_stack(
         setting, runs, models, lambda seed, start, count: rows.batch(seed, start, count, setting.length), device,

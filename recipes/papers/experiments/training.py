@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from recipes.papers.experiments.models import make_stage
-from recipes.papers.experiments.sweep import Setting
+from recipes.papers.experiments.sweep import TURNS, Setting
 from recipes.papers.mup.models import rate_factors
 from recipes.papers.training.stacked import Batch, RunFunction, StackedTraining
 
@@ -17,6 +17,11 @@ NUMBERS_AT_ONCE = 2**23  # random numbers of the rows that are made together
 STEPS_AT_ONCE = 32
 
 BatchFn = Callable[[int, int, int], Batch]  # (seed, first row, number of rows) -> tensors (rows, ..)
+
+
+def seeds_of(runs: Sequence[tuple[float, int]]) -> list[int]:
+    """Return the seeds of runs (rate, seed), each once: runs of one seed start from one model."""
+    return sorted({seed for _, seed in runs})
 
 
 def train_stack(
@@ -67,6 +72,7 @@ def train_stack(
         stack.step(batch, stage.schedule.factor(step, setting.steps))
         if after_step is not None:
             after_step(stack, step)
+        TURNS.pass_on()
     return stack
 
 

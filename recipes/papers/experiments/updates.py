@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from recipes.papers.experiments.driver import Experiment, main
 from recipes.papers.experiments.scaling import fit_power_law, make_linear, make_task, rate_factors
 from recipes.papers.experiments.sweep import Cell, Row, Setting, best_rows, difference, finite_or_none, mean_and_error
-from recipes.papers.experiments.training import train_stack
+from recipes.papers.experiments.training import seeds_of, train_stack
 from recipes.papers.experiments.verdicts import UNDECIDED, Comparison, Verdict, below, decide
 from recipes.papers.training.compute import linear_macs
 from recipes.papers.training.stacked import Batch, StackedTraining
@@ -95,21 +95,21 @@ class UpdateMeter:
     def __init__(self, probe: Batch, runs: int):
         self.batch = {name: tensor.expand(runs, *tensor.shape) for name, tensor in probe.items()}
         self.before: Tensor | None = None
-        self.total = torch.zeros(runs, dtype=torch.float64)
+        self.total = torch.zeros(runs, dtype=torch.float64, device=probe["values"].device)
         self.steps = 0
 
     def __call__(self, stack: StackedTraining, step: int) -> None:
         """Measure the features after a step."""
         after_MBD = stack.map(last_features, self.batch)
         if self.before is not None:
-            self.total += (after_MBD - self.before).square().mean((1, 2)).sqrt().double().cpu()
+            self.total += (after_MBD - self.before).square().mean((1, 2)).sqrt().double()
             self.steps += 1
         self.before = after_MBD
 
 
 def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: torch.device) -> list[Row]:
     """Train runs (rate, seed) of one cell at once and return their rows."""
-    task, models = make_task(setting), {seed: make_mlp(setting, cell, seed) for _, seed in runs}
+    task, models = make_task(setting), {seed: make_mlp(setting, cell, seed) for seed in seeds_of(runs)}
     first = models[runs[0][1]]
     meter = UpdateMeter(task.batch(VALIDATION_SEED, 0, PROBES, 1, device), len(runs))
     stack = train_stack(

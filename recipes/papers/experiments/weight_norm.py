@@ -31,7 +31,7 @@ from recipes.papers.experiments.sweep import (
     paired_difference,
 )
 from recipes.papers.experiments.text import VOCABULARY, CodeRows, score_text, text_loss
-from recipes.papers.experiments.training import train_stack
+from recipes.papers.experiments.training import seeds_of, train_stack
 from recipes.papers.experiments.verdicts import UNDECIDED, Comparison, Verdict, above, below, decide, has_diverged
 from recipes.papers.mup.models import rate_factors
 from recipes.papers.training.compute import count_compute
@@ -130,7 +130,7 @@ class FeatureMeter:
 def train(setting: Setting, cell: Cell, runs: list[tuple[float, int]], device: torch.device) -> list[Row]:
     """Train runs (rate, seed) of one cell at once and return their rows."""
     rows = CodeRows(setting.options["text"], setting.options["characters"], device)
-    models = {seed: make_deep_model(setting, cell, seed) for _, seed in runs}
+    models = {seed: make_deep_model(setting, cell, seed) for seed in seeds_of(runs)}
     first = models[runs[0][1]]
     macs = count_compute(first, setting.length).body
     factors = rate_factors(first, make_stage(setting.steps, base_width=64))
