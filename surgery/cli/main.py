@@ -182,7 +182,7 @@ def convert(
         for line in _long_tuning(planned, device):
             shown.say(line)
 
-    report = run(
+    run(
         source,
         chosen,
         out,
@@ -197,8 +197,8 @@ def convert(
     )
     if not is_main_process():
         return
-    notes = report_notes(read(str(out)), context)
-    speed = notes_for_device(notes, report["time"]["device"], asked="speed" in report)
+    report = read(str(out))
+    speed = notes_for_device(report_notes(report, context), report["time"]["device"], asked="speed" in report)
     if as_json:
         print(json.dumps({"out": str(out), "report": report, "speed": speed}, indent=2))
         return
@@ -227,16 +227,28 @@ def inspect(
     modules: Annotated[
         bool, typer.Option("--modules", help="Show one row per module instead of one per role.")
     ] = False,
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            "--eval",
+            help="Give the verdict with the results in this folder, written by `surgery eval --out` or `surgery compare "
+            "--out`. Default: OUT/eval if it exists.",
+        ),
+    ] = None,
     plugins: options.Plugins = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show what a conversion replaced: stored parameters, multiply-accumulates per token, relative errors."""
+    """Show what a conversion replaced: stored parameters, multiply-accumulates per token, relative errors, a verdict.
+
+    The tensors are compared with the report by their headers. A damaged tensor is found when it is loaded, for example by
+    `surgery eval`.
+    """
     from surgery.core.device import choose_device
     from surgery.publish.speed_notes import notes_for_device, report_notes
     from surgery.publish.summary import inspect as run
     from surgery.publish.tables import inspect_table, module_table
 
-    report = run(converted)
+    report = run(converted, measured)
     if as_json:
         print(json.dumps(report, indent=2))
         return

@@ -14,6 +14,7 @@ import pytest
 from surgery.checkpoint.source import open_converted_checkpoint
 from surgery.core.errors import SurgeryError
 from surgery.planning.recipe import validate_recipe
+from surgery.publish.figures import checkpoint_figures
 from surgery.publish.html.page import write_page
 from surgery.publish.html.sections import error_class
 from surgery.publish.html.svg import Axis, Series, heat_map, line_chart, ticks
@@ -177,22 +178,23 @@ def test_the_verdict_comes_before_any_chart_and_numbers_agree(out):
     (out / "eval" / "results.json").write_text(json.dumps(results))
     text, _ = parse_page(write_page(str(out)))
     sentence = re.search(r'<p class="verdict">(.*?)</p>', text)[1].replace("&#x27;", "'")
-    size, rest = sentence.split(" smaller, ")
-    assert re.fullmatch(r"\d+%", size)
-    assert rest == (
-        "perplexity x 1.216, needles 39 of 40 (original 40), prefill of 4K tokens 1.4x faster, decoding 1.7x slower, "
-        "cache 50% of the original's; healed on 12.3k tokens."
+    figures = checkpoint_figures(json.loads((out / "surgery_report.json").read_text()))
+    assert sentence == (
+        f"{figures['replaced'].share} of the weights of the replaced linears, perplexity x 1.216 (1.1 to 1.4), needles "
+        "97.5% of 40 (original 100%), prefill of 4K tokens 1.4x faster, decoding 1.7x slower, "
+        f"{figures['bytes'].share} of the bytes; healed on 12.3k tokens."
     )
     assert text.index('class="verdict"') < text.index("<svg") and text.count("x 1.216") == 3  # verdict, card, table
-    assert "1.1 to 1.4" in text and "+0.5<" not in text  # not also as a difference of perplexities
+    assert text.count("1.1 to 1.4") == 3 and "+0.5<" not in text  # not also as a difference of perplexities
 
 
 def test_what_was_not_measured_is_not_in_the_verdict():
-    totals = {"bytes_before": 100, "bytes_after": 100}
-    assert verdict({"totals": totals}) == "Same size, quality not measured; not healed."
+    totals = {"bytes_before": 100, "bytes_after": 100, "params_before": 50, "params_after": 50}
+    totals |= {"replaced_params_before": 0, "replaced_params_after": 0}
+    assert verdict({"totals": totals}) == "Same bytes, quality not measured; not healed."
     held = {"original": 1.0, "converted": 1.5, "unit": "nats per token"}
     assert (
-        verdict({"totals": totals, "held_out": held}) == "Same size, perplexity x 1.649 on held-out text; not healed."
+        verdict({"totals": totals, "held_out": held}) == "Same bytes, perplexity x 1.649 on held-out text; not healed."
     )
     stored = verdict({"totals": totals, "held_out": held, "storage": {"bits": 4, "group": 64}})
     assert "x 1.649 on held-out text, before its linears were stored in 4 bits" in stored

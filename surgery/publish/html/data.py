@@ -18,9 +18,10 @@ from surgery.checkpoint.table import mixers_of
 from surgery.core.errors import SurgeryError
 from surgery.core.files import read_json
 from surgery.mixers import mixer_config
-from surgery.publish.measured import MAX_BYTES, Measurements, in_words, load_measurements
+from surgery.publish.measured import EVAL_FOLDER, MAX_BYTES, Measurements, load_measurements
 from surgery.publish.speed_notes import report_times
 from surgery.publish.summary import (
+    attention_costs,
     compare_costs,
     describe_mixer,
     describe_structure,
@@ -29,7 +30,7 @@ from surgery.publish.summary import (
     report_linears,
 )
 
-CONTEXTS = tuple(1024 * 4**power for power in range(6))  # 1K to 1M
+CONTEXTS = tuple(1024 * 2**power for power in range(11))  # 1K to 1M
 GENERATIONS_NAME, MAX_GENERATIONS = "generations.json", 8
 
 
@@ -102,20 +103,12 @@ def load_page_data(name: str, measured: Path | None = None) -> PageData:
     data.notes += text_warnings(report)
     data.notes += [Text.from_markup(line).plain for line in report_times(report_linears(report, source))]
     data.log = _read_log(source.folder / "training" / "log.jsonl", data.notes)
-    folder = measured or source.folder / "eval"
+    folder = measured or source.folder / EVAL_FOLDER
     data.measured = load_measurements(source, folder)
     if (folder / GENERATIONS_NAME).is_file():
         data.generations = _read_generations(folder / GENERATIONS_NAME)
-    if measured is not None and data.measured == Measurements():
-        raise SurgeryError(
-            f"{measured} has no results.json. Write one with `surgery eval {name} --compare SRC --out {measured}`."
-        )
-    if measured is not None and data.measured.others:
-        raise SurgeryError(
-            f"{measured} has no row of {name} with its present files: its results are of "
-            f"{in_words(data.measured.others)}. Measure it with "
-            f"`surgery eval {name} --compare SRC --out DIR`, or give the folder of its results."
-        )
+    if measured is not None:
+        data.measured.check(name, measured)
     return data
 
 
@@ -133,6 +126,9 @@ def _add_attention(data: PageData, source: CheckpointSource) -> None:
         data.notes.append(f"costs against context are not shown: {error}")
         return
     data.mixing = {path: describe_mixer(mixers[path]) if path in mixers else "softmax" for path in shapes}
+    replaced = [(path, config, shapes[path]) for path, config in mixers.items()]
+    softmax = [shape for path, shape in shapes.items() if path not in mixers]
+    data.report |= attention_costs(replaced, softmax, "mixer_rows", source.dtype)
     linears = macs_per_token(data.report, source) or {"before": 0, "after": 0}
     for context in CONTEXTS:
         sums = {"cache_bytes": (0, 0), "macs": (linears["before"], linears["after"])}

@@ -5,14 +5,16 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from surgery.core.tables import format_count, format_number, format_tokens
+from surgery.core.tables import format_number, format_tokens
+from surgery.publish.figures import size_rows
 from surgery.publish.html.data import PageData
 from surgery.publish.html.sections import average_cell, figure_html, row_band, table_html
 from surgery.publish.html.svg import Axis, Point, Series, heat_map, line_chart, scatter_chart
+from surgery.publish.ratios import Ratio
 
 LEGEND = (
-    "In parentheses: difference from the base, for perplexities the ratio (x); * if its 95% interval excludes no "
-    "change."
+    "In parentheses: difference from the base; for perplexities x, the ratio to the base, and its 95% interval. * if "
+    "its 95% interval excludes no change."
 )
 COLORS = 7  # CSS classes m0 to m6, in the order of the plots
 MAX_LINES = 400  # lines of the table
@@ -56,10 +58,8 @@ def model_classes(names: list[str], base: str | None) -> dict[str, str]:
 
 def _table(comparison: dict[str, Any], names: list[str], base: str | None, own_name: str | None) -> str:
     body: list[list[Any]] = []
-    for title, key in (("stored parameters", "parameters"), ("stored bytes", "stored_bytes")):
-        counts = [model.get(key) for model in comparison["models"]]
-        if any(counts):
-            body.append([title, "", *("-" if c is None else (format_count(int(c)), int(c)) for c in counts)])
+    for title, cells in size_rows(comparison["models"], base).items():
+        body.append([title, "", *((text or "-", size) for text, size in cells)])
     for row in comparison["rows"]:
         if not _is_summary(row):
             continue
@@ -86,7 +86,7 @@ def _cell(row: dict[str, Any], name: str) -> Any:
     text = format_number(value, row["errors"].get(name), row["intervals"].get(name))
     ratio, change = row["ratios"].get(name), row["differences"].get(name)
     if row["metric"]["kind"] == "ppl" and ratio is not None:
-        text += f" (x {ratio['change']:.4g}{_star(ratio, 1.0)})"
+        text += f", {Ratio(ratio['change'], ratio.get('low'), ratio.get('high'))}{_star(ratio, 1.0)}"
     elif change is not None:
         text += f" ({change['change']:+.4g}{_star(change, 0.0)})"
     return (text, value)

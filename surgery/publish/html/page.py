@@ -15,6 +15,7 @@ from surgery.core.version import __version__
 from surgery.publish.html import models, sections
 from surgery.publish.html.data import PageData, load_page_data
 from surgery.publish.html.front import front_section
+from surgery.publish.measured import explain_damage
 from surgery.publish.verdict import verdict
 
 PAGE_NAME = "report.html"
@@ -37,15 +38,9 @@ def write_page(converted: str, out: Path | None = None, measured: Path | None = 
     measured: folder of `surgery eval --out` or `surgery compare --out`; None: eval/ in the checkpoint's folder. The
     file is written to a temporary name and renamed. Raises SurgeryError for a damaged report or results.
     """
-    try:
+    with explain_damage(converted):
         data = load_page_data(converted, measured)
         text = render_page(data)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
-        raise SurgeryError(
-            f"the report or the results of {converted} are damaged ({type(error).__name__}: {error}). Write them again "
-            "with "
-            "`surgery convert` and `surgery eval`."
-        ) from None
     target = out or data.folder / PAGE_NAME
     check_not_dangling(target)
     if target.is_dir():

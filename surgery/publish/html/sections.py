@@ -7,18 +7,15 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
-from surgery.core.files import size_text
-from surgery.core.tables import command_line, format_count, format_number, format_tokens
+from surgery.core.tables import command_line, format_interval, format_number, format_tokens
+from surgery.publish.figures import CACHE_TOKENS, checkpoint_figures, format_share, speed_in_words
 from surgery.publish.html.data import PageData, layer_index, module_role, structure_class, structure_text
 from surgery.publish.html.svg import Axis, MatrixBox, Series, heat_map, layer_diagram, line_chart
 from surgery.publish.measured import last_part, measured_model, other_base
-from surgery.publish.ratios import before_storage, format_ratio, perplexity_ratio
-from surgery.publish.tables import format_share, speed_in_words
+from surgery.publish.ratios import Z_95, Ratio, before_storage, format_ratio, held_out_ratio
 from surgery.publish.verdict import measured_agreement, measured_ratio
 
 ERROR_STEPS = (0.05, 0.1, 0.2, 0.4)  # relative errors between the colors of matrices
-Z_95 = 1.96  # standard errors of a 95% band
-HEADLINE_CONTEXT = 4096  # context length, in tokens, of the headline figures
 
 
 def figure_html(picture: str, caption: str, extra: str = "") -> str:
@@ -60,25 +57,17 @@ def headline_figures(data: PageData) -> str:
     """Return the headline: shares of the replaced matrices, of the model, its bytes, cache and FLOPs, and the change of
     perplexity or loss.
     """
-    total = data.report["totals"]
-    text = [
-        (
-            format_share(total["params_after"], total["params_before"]),
-            f"of the model's {format_count(total['params_before'])} parameters are stored",
-        ),
-        (format_share(total["bytes_after"], total["bytes_before"]), f"of {size_text(total['bytes_before'])} on disk"),
-    ]
-    if total["replaced_params_before"]:
-        share = format_share(total["replaced_params_after"], total["replaced_params_before"])
-        text.insert(
-            0,
-            (share, f"of {format_count(total['replaced_params_before'])} parameters in the replaced matrices are kept"),
-        )
+    figures = checkpoint_figures(data.report)
+    what = {
+        "replaced": "of {} parameters in the replaced matrices are kept",
+        "parameters": "of the model's {} parameters are stored",
+        "bytes": "of {} on disk",
+        "cache": f"of the cache of one sequence of {format_tokens(CACHE_TOKENS)} tokens, {{}} before",
+    }
+    text = [(figures[key].share, words.format(figures[key].texts[0])) for key, words in what.items() if key in figures]
     if data.costs:
-        cache, macs = data.costs[HEADLINE_CONTEXT]["cache_bytes"], data.costs[HEADLINE_CONTEXT]["macs"]
-        if cache[0] != cache[1]:
-            text.append((format_share(cache[1], cache[0]), f"of the cache at {HEADLINE_CONTEXT:,} tokens"))
-        text.append((format_share(macs[1], macs[0]), f"of the FLOPs per token at {HEADLINE_CONTEXT:,} tokens"))
+        macs = data.costs[CACHE_TOKENS]["macs"]
+        text.append((format_share(macs[1], macs[0]), f"of the FLOPs per token at {format_tokens(CACHE_TOKENS)} tokens"))
     if speed := data.report.get("speed"):
         call = (
             f"prompt of {speed['tokens']:,} tokens" if speed["phase"] == "prefill" else "decoding step in a CUDA graph"
@@ -92,18 +81,18 @@ def headline_figures(data: PageData) -> str:
     results = data.measured.beside_original()
     if (measured := measured_ratio(results)) is not None:
         base = other_base(data.report, results) or "the original"
-        text.append((format_ratio(measured), f"perplexity, measured by surgery eval, relative to {base}"))
+        text.append((str(measured), f"perplexity, measured by surgery eval, relative to {base}"))
         if (equal := measured_agreement(results).get("top1")) is not None:
             text.append((f"{equal:.1f}%", f"of next tokens are most likely the same as those of {base}"))
     elif scores[0] and scores[2]:
         text.append(
             (
-                format_ratio(scores[2] / scores[0]),
+                str(Ratio(scores[2] / scores[0])),
                 f"perplexity after healing, relative to the original{before_storage(data.report)}",
             )
         )
     elif held := data.report.get("held_out"):
-        ratio = perplexity_ratio(held["original"], held["converted"], held["unit"])
+        ratio = held_out_ratio(held)
         change = (
             f"{held['converted'] - held['original']:+.4f}",
             f"{held['unit']} on held-out text{before_storage(data.report)}",
@@ -111,7 +100,7 @@ def headline_figures(data: PageData) -> str:
         text.append(
             change
             if ratio is None
-            else (format_ratio(ratio), f"perplexity on held-out text, before any healing{before_storage(data.report)}")
+            else (str(ratio), f"perplexity on held-out text, before any healing{before_storage(data.report)}")
         )
     return (
         '<ul class="figures">'
@@ -327,7 +316,7 @@ def _change_cells(row: dict[str, Any]) -> tuple[str, Any]:
     ratio = row.get("ratio") if row["metric"].get("kind") == "ppl" else None
     change, sign = (ratio, "") if ratio else (row.get("difference") or {}, "+")
     low, high, moved = (change.get(key) for key in ("low", "high", "change"))
-    interval = "-" if low is None else f"{low:{sign}.4g} to {high:{sign}.4g}"
+    interval = format_interval(low, high, sign) or "-"
     if moved is None:
         return interval, "-"
     return interval, (format_ratio(moved) if ratio else f"{moved:+.4g}", moved)
@@ -357,7 +346,7 @@ def averages_table(rows: list[dict[str, Any]], roles: Sequence[str]) -> str:
                 f"{row['suite']}, {row['name']}{where}",
                 *(average_cell(row, role, tokens) for role in roles),
                 "-" if change.get("change") is None else (f"{change['change']:+.4g}", change["change"]),
-                "-" if low is None else f"{low:+.4g} to {high:+.4g}",
+                format_interval(low, high, "+") or "-",
                 f"without {', '.join(map(str, row['missing']))}" if row["missing"] else str(row.get("source") or ""),
             ]
         )
