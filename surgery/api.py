@@ -527,8 +527,7 @@ def inspect(
 ) -> CommandResult:
     """Show what a conversion replaced: parameters, multiply-accumulates per token, relative errors, a verdict.
 
-    The tensors are compared with the report by their headers. A damaged tensor is found when it is loaded, for example by
-    `evaluate`.
+    Only headers of tensor files are read: a file that is cut off is an error, changed bytes in a tensor are not noticed.
 
     Args:
         converted: converted checkpoint, a local folder or a Hub id; or a model that `apply` converted.

@@ -231,17 +231,15 @@ def inspect(
         Path | None,
         typer.Option(
             "--eval",
-            help="Give the verdict with the results in this folder, written by `surgery eval --out` or `surgery compare "
-            "--out`. Default: OUT/eval if it exists.",
+            help="Give the verdict with the results in this folder, written by `surgery eval --out` or `surgery "
+            "compare --out`. Default: OUT/eval if it exists.",
         ),
     ] = None,
     plugins: options.Plugins = None,
     as_json: options.Json = False,
 ) -> None:
     """Show what a conversion replaced: stored parameters, multiply-accumulates per token, relative errors, a verdict.
-
-    The tensors are compared with the report by their headers. A damaged tensor is found when it is loaded, for example by
-    `surgery eval`.
+    Only headers of tensor files are read: a file that is cut off is an error, changed bytes in a tensor are not noticed.
     """
     from surgery.core.device import choose_device
     from surgery.publish.speed_notes import notes_for_device, report_notes

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from surgery.core.tables import format_interval
-
 Z_95 = 1.96  # standard errors of a 95% interval
 
 
@@ -21,9 +19,9 @@ class Ratio:
     high: float | None = None
 
     def __str__(self) -> str:
-        """As in the tables of `surgery eval`: "x 1.216 (1.1 to 1.34)"."""
-        interval = format_interval(self.low, self.high)
-        return format_ratio(self.value) + (f" ({interval})" if interval else "")
+        """As in the tables of `surgery compare`: "x 1.216 [1.1, 1.34]"."""
+        unknown = self.low is None or self.high is None
+        return format_ratio(self.value) + ("" if unknown else f" [{self.low:.4g}, {self.high:.4g}]")
 
 
 def held_out_ratio(held: Mapping[str, Any] | None) -> Ratio | None:

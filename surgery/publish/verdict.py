@@ -21,7 +21,7 @@ SAME = 0.0005  # shares that differ from 100% by less are "the same"
 
 
 def verdict(report: Mapping[str, Any], results: Mapping[str, Any] | None = None) -> str:
-    """Return the verdict, e.g. "Cache 38.2% at 8K tokens, perplexity x 1.01 (1.005 to 1.02), needles 98% of 100
+    """Return the verdict, e.g. "Cache 38.2% at 8K tokens, perplexity x 1.01 [1.005, 1.02], needles 98% of 100
     (original 99%), 101.3% of the bytes; healed on 3M tokens."
 
     report: surgery_report.json, with the costs of attention as `surgery inspect` adds them. results: results.json of

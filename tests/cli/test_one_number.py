@@ -94,7 +94,7 @@ def test_convert_inspect_page_card_compare_and_eval_tell_the_same(command, tmp_p
         if row["task"] == "ppl" and not row["group"]
     )
     change, low, high = (f"{found['ratio'][key]:.4g}" for key in ("change", "low", "high"))
-    ratio = f"x {change} ({low} to {high})"
+    ratio = f"x {change} [{low}, {high}]"
     assert re.search(rf"x {re.escape(change)} +{re.escape(low)} to {re.escape(high)}", measured)
 
     inspected = inspect(str(healed), results)

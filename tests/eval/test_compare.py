@@ -106,7 +106,7 @@ def test_all_models_are_one_table(three):
         "12.5 [4.97, 28.1] (-87.5*)",
     ]
     assert (
-        "x 1.105 (" in table["ppl, perplexity"][4] and not next(r for r in done.rows if r.suite == "speed").differences
+        "x 1.105 [" in table["ppl, perplexity"][4] and not next(r for r in done.rows if r.suite == "speed").differences
     )
 
 
