@@ -8,7 +8,7 @@ from typing import Any
 from surgery.core.tables import format_number, format_tokens
 from surgery.publish.figures import size_rows
 from surgery.publish.html.data import PageData
-from surgery.publish.html.sections import average_cell, figure_html, row_band, table_html
+from surgery.publish.html.sections import NOTHING_FOUND, average_cell, figure_html, row_band, table_html
 from surgery.publish.html.svg import Axis, Point, Series, heat_map, line_chart, scatter_chart
 from surgery.publish.ratios import Ratio
 
@@ -18,6 +18,7 @@ LEGEND = (
 )
 COLORS = 7  # CSS classes m0 to m6, in the order of the plots
 MAX_LINES = 400  # lines of the table
+WIDEST = 3  # models that a table shows side by side on a small screen
 
 
 def models_section(data: PageData) -> str:
@@ -76,7 +77,7 @@ def _table(comparison: dict[str, Any], names: list[str], base: str | None, own_n
     caption = "All models: value, and its 95% interval or standard error (±)"
     if len(body) > MAX_LINES:
         caption += f"; the first {MAX_LINES} of {len(body):,} lines, all of them are in comparison.json"
-    return table_html(caption, heads, body[:MAX_LINES])
+    return table_html(caption, heads, body[:MAX_LINES], stacked=len(names) > WIDEST)
 
 
 def _cell(row: dict[str, Any], name: str) -> Any:
@@ -150,6 +151,9 @@ def _needle_maps(rows: list[dict[str, Any]], names: list[str]) -> str:
     parts = []
     for task, key in first.items():
         cells = rows_by_metric[key]
+        if not any(value for row in cells for value in row["values"].values()):
+            parts.append(f"<h3>{escape(task)}</h3><p>{NOTHING_FOUND}</p>")
+            continue
         lengths = sorted({float(row["group"]["length"]) for row in cells})
         depths = sorted({float(row["group"]["depth"]) for row in cells})
         parts.append(f'<h3>{escape(task)}</h3><div class="pair">')

@@ -9,12 +9,14 @@ from typing import Any
 
 from surgery.core.tables import command_line, format_interval, format_number, format_tokens
 from surgery.publish.figures import CACHE_TOKENS, checkpoint_figures, format_share, speed_in_words
-from surgery.publish.html.data import PageData, layer_index, module_role, structure_class, structure_text
+from surgery.publish.html.data import SOFTMAX, PageData, layer_index, module_role, structure_class, structure_text
 from surgery.publish.html.svg import Axis, MatrixBox, Series, heat_map, layer_diagram, line_chart
 from surgery.publish.measured import last_part, measured_model, other_base
 from surgery.publish.ratios import Z_95, Ratio, before_storage, format_ratio, held_out_ratio
+from surgery.publish.summary import is_dense
 from surgery.publish.verdict import measured_agreement, measured_ratio
 
+NOTHING_FOUND = "No model found anything at any length and depth, so no map is drawn."
 ERROR_STEPS = (0.05, 0.1, 0.2, 0.4)  # relative errors between the colors of matrices
 
 
@@ -23,10 +25,13 @@ def figure_html(picture: str, caption: str, extra: str = "") -> str:
     return f"<figure>{picture}{extra}<figcaption>{caption}</figcaption></figure>" if picture else ""
 
 
-def table_html(caption: str, heads: Sequence[str], rows: Iterable[Sequence[Any]], text_columns: int = 1) -> str:
+def table_html(
+    caption: str, heads: Sequence[str], rows: Iterable[Sequence[Any]], text_columns: int = 1, *, stacked: bool = False
+) -> str:
     """Return a table with sortable columns.
 
-    A cell is text or (text, sort key); the first `text_columns` are left-aligned.
+    A cell is text or (text, sort key); the first `text_columns` are left-aligned. stacked: on small screens each row
+    becomes a list with a line per cell, which names its column.
     """
     kinds = (' class="text"' if i < text_columns else "" for i in range(len(heads)))
     head = "".join(
@@ -34,17 +39,21 @@ def table_html(caption: str, heads: Sequence[str], rows: Iterable[Sequence[Any]]
         for n, k in zip(heads, kinds)
     )
     body = "".join(
-        "<tr>" + "".join(_cell_html(cell, i, text_columns) for i, cell in enumerate(row)) + "</tr>" for row in rows
+        "<tr>"
+        + "".join(_cell_html(c, i, text_columns, heads[i] if stacked else "") for i, c in enumerate(row))
+        + "</tr>"
+        for row in rows
     )
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table class="sorts">'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table class="sorts{" stacked" if stacked else ""}">'
         f"<caption><span>{escape(caption)}</span></caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 
-def _cell_html(cell: Any, column: int, text_columns: int) -> str:
+def _cell_html(cell: Any, column: int, text_columns: int, label: str) -> str:
     text, value = cell if isinstance(cell, tuple) else (cell, None)
     data = "" if value is None else f' data-value="{escape(str(value))}"'
+    data += f' data-label="{escape(label)}"' if label and column else ""
     kind = ' class="text"' if column < text_columns else ""
     return (
         f'<th scope="row"{kind}{data}>{escape(str(text))}</th>'
@@ -114,33 +123,47 @@ def model_section(data: PageData) -> str:
     by_place: dict[tuple[int | None, str], list[dict[str, Any]]] = {}
     for record in data.report["modules"]:
         by_place.setdefault((layer_index(record["name"]), module_role(record)), []).append(record)
-    mixing = {layer_index(path): text for path, text in data.mixing.items()}
+    mixing = {layer_index(path): names for path, names in data.mixing.items()}
     rows = [
-        (str(layer), mixing.get(layer, "unchanged"), [_matrix_box(by_place.get((layer, role))) for role in data.roles])
+        (
+            str(layer),
+            mixing.get(layer, ("", "")),
+            [_matrix_box(by_place.get((layer, role)), role, (layer, role) in data.kept) for role in data.roles],
+        )
         for layer in data.layers
     ]
     if not rows:
         return ""
-    if any(record["error"] is not None for record in data.report["modules"]):
-        kinds = {f"e{i}": label for i, label in enumerate(error_labels())}
-    else:
-        kinds = {structure_class(r): structure_class(r).replace("_", " ") for r in data.report["modules"]}
+    kinds = _legend_of_model(rows)
     keys = "".join(f'<li><span class="key {kind}"></span>{escape(label)}</li>' for kind, label in kinds.items())
     names = [role.replace("attention.", "").replace("mlp.", "mlp ") for role in data.roles]
     drawn = layer_diagram("The model before and after", names, rows)
     caption = (
         "Each box is an original matrix. The filled part is the share of its parameters that is kept, its color the "
-        "relative error. "
-        "Hover for details."
+        "relative error. Grey: not replaced. Hover for details."
     )
     return "<h2 id=model>The model, before and after</h2>" + figure_html(
         drawn, caption, f'<ul class="legend">{keys}</ul>'
     )
 
 
-def _matrix_box(records: list[dict[str, Any]] | None) -> MatrixBox | None:
+def _legend_of_model(rows: Sequence[tuple[str, tuple[str, str], Sequence[MatrixBox | None]]]) -> dict[str, str]:
+    """Return the label of every color in the diagram of the model, by CSS class; of errors the whole scale."""
+    boxes = [box for *_, boxes in rows for box in boxes if box is not None]
+    mixing = {name for _, (name, _), _ in rows if name}
+    found, scale = dict.fromkeys(box.kind for box in boxes), {f"e{i}": name for i, name in enumerate(error_labels())}
+    kinds = scale if found.keys() & scale.keys() else {}
+    kinds |= {kind: kind.replace("_", " ") for kind in found if kind not in (*scale, "unchanged")}
+    kinds |= {"unchanged": "not replaced"} if "unchanged" in found else {}
+    kinds |= {"original": "removed"} if any(box.fraction < 1 for box in boxes) else {}
+    kinds |= {"softmax": "softmax attention"} if SOFTMAX[0] in mixing else {}
+    return kinds | ({"replaced": "attention that was replaced"} if mixing - {SOFTMAX[0]} else {})
+
+
+def _matrix_box(records: list[dict[str, Any]] | None, role: str, is_kept: bool) -> MatrixBox | None:
+    """Return the box of a role of a layer; None if the layer has no such matrix."""
     if not records:
-        return None
+        return MatrixBox(1.0, "unchanged", f"{role}: not replaced") if is_kept else None
     before, after = (sum(int(r[key]) for r in records) for key in ("params_before", "params_after"))
     first = records[0]
     more = f" and {len(records) - 1} more" if len(records) > 1 else ""
@@ -148,7 +171,7 @@ def _matrix_box(records: list[dict[str, Any]] | None) -> MatrixBox | None:
         "" if first["error"] is None else f", error {first['error']:.3f}"
     )  # models trained from scratch have no error
     text = f"{first['name']}{more}: {structure_text(first)}, {after:,} of {before:,} parameters{error}"
-    errors = [float(r["error"]) for r in records if r["error"] is not None]
+    errors = [float(r["error"]) for r in records if r["error"] is not None and not is_dense(r)]
     return MatrixBox(after / max(before, 1), error_class(max(errors)) if errors else structure_class(first), text)
 
 
@@ -173,14 +196,14 @@ def error_section(data: PageData) -> str:
     if not by_role:
         return ""
     shown = list(by_role.items())
-    parts = ["<h2 id=errors>Errors and ranks, layer by layer</h2>", '<div class="pair">']
+    parts: list[str] = []
     for start in range(0, len(shown), 4):
         group = shown[start : start + 4]
         worth = [Series(role, kind, _layer_points(records, "error")) for kind, (role, records) in zip(kinds, group)]
         of = shared_family([role for role, _ in group])
-        drawn = line_chart(f"Relative error by layer{of}", worth, Axis("layer"), Axis("relative error"))
+        picture = line_chart(f"Relative error by layer{of}", worth, Axis("layer"), Axis("relative error"))
         parts.append(
-            figure_html(drawn, "Error of the outputs on held-out text, or of the weights if there was no text.")
+            figure_html(picture, "Error of the outputs on held-out text, or of the weights if there was no text.")
         )
         ranked = [Series(role, kind, _layer_points(records, "rank")) for kind, (role, records) in zip(kinds, group)]
         parts.append(
@@ -189,7 +212,8 @@ def error_section(data: PageData) -> str:
                 "Rank of each matrix, as allocated.",
             )
         )
-    return "".join([*parts, "</div>"])
+    drawn = "".join(parts)
+    return f'<h2 id=errors>Errors and ranks, layer by layer</h2><div class="pair">{drawn}</div>' if drawn else ""
 
 
 def shared_family(roles: list[str]) -> str:
@@ -256,7 +280,8 @@ def training_section(data: PageData) -> str:
         return ""
     heads = ["run", "stages", "tokens", "perplexity, original", "converted", "healed"]
     run_table = table_html("Healing runs", heads, rows, text_columns=2) if rows else ""
-    return '<h2 id=training>Healing</h2><div class="pair">' + "".join(drawn) + f"</div>{run_table}"
+    charts = f'<div class="pair">{"".join(drawn)}</div>' if any(drawn) else ""
+    return f"<h2 id=training>Healing</h2>{charts}{run_table}"
 
 
 def _step_points(lines: list[dict[str, Any]], key: str) -> list[tuple[float, float]]:
@@ -380,6 +405,9 @@ def needle_maps(rows: list[dict[str, Any]], roles: list[str]) -> str:
             rows_by_task.setdefault(str(row["task"]), []).append(row)
     parts = []
     for task, cells in rows_by_task.items():
+        if not any(row["values"].get(role) for row in cells for role in roles):
+            parts.append(f"<h3>{escape(task)}</h3><p>{NOTHING_FOUND}</p>")
+            continue
         lengths = sorted({row["group"]["length"] for row in cells})
         depths = sorted({row["group"]["depth"] for row in cells})
         parts.append(f'<h3>{escape(task)}</h3><div class="pair">')

@@ -95,14 +95,12 @@ def prepare_upload(
         report |= _attention_costs(source)
         sentence, damaged = _verdict(source, report, measured or source.folder / EVAL_FOLDER)
         text = render_card(source, _strip_report_paths(report), terms, base_model, items, repo, sentence=sentence)
-        note = " ".join(text for text in (base_model_note(report, base_model), damaged) if text)
+        notes = [base_model_note(report, base_model), damaged]
         items = [*items, UploadFile(CARD_NAME, text=text)]
     else:
-        text, note = (
-            card.path.read_text(encoding="utf-8"),
-            f"{card.path} is used as the model card; remove it to generate one",
-        )
-    note = " ".join(text for text in (note, measured_note) if text) or None
+        text = card.path.read_text(encoding="utf-8")
+        notes = [f"{card.path} is used as the model card; remove it to generate one"]
+    note = " ".join(text for text in (*notes, measured_note) if text) or None
     left_out = tuple(
         str(path) for path in map(source.folder.joinpath, result_folders(source.folder)) if path != measured
     )
