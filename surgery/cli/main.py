@@ -182,7 +182,7 @@ def convert(
         for line in _long_tuning(planned, device):
             shown.say(line)
 
-    run(
+    report = run(
         source,
         chosen,
         out,
@@ -197,15 +197,16 @@ def convert(
     )
     if not is_main_process():
         return
-    report = read(str(out))
-    speed = notes_for_device(report_notes(report, context), report["time"]["device"], asked="speed" in report)
+    shown_report = read(str(out))
+    notes = report_notes(shown_report, context)
+    speed = notes_for_device(notes, report["time"]["device"], asked="speed" in report)
     if as_json:
         print(json.dumps({"out": str(out), "report": report, "speed": speed}, indent=2))
         return
     if quiet:
         print(out)
         return
-    _show([*inspect_table(report), *speed])
+    _show([*inspect_table(shown_report), *speed])
     sys.stdout.flush()
     shown.say_held()
     print(f"converted checkpoint: {out}\nreport: {out / REPORT_NAME}")
