@@ -527,7 +527,8 @@ def inspect(
 ) -> CommandResult:
     """Show what a conversion replaced: parameters, multiply-accumulates per token, relative errors, a verdict.
 
-    Tensors are checked by the headers of their files: a file that is cut off is an error, changed bytes in a tensor are not noticed.
+    Tensors are checked by the headers of their files: a file that is cut off is an error, changed bytes in a tensor are
+    not noticed.
 
     Args:
         converted: converted checkpoint, a local folder or a Hub id; or a model that `apply` converted.

@@ -240,7 +240,8 @@ def inspect(
     as_json: options.Json = False,
 ) -> None:
     """Show what a conversion replaced: stored parameters, multiply-accumulates per token, relative errors, a verdict.
-    Tensors are checked by the headers of their files: a file that is cut off is an error, changed bytes in a tensor are not noticed.
+    Tensors are checked by the headers of their files: a file that is cut off is an error, changed bytes in a tensor are
+    not noticed.
     """
     from surgery.core.device import choose_device
     from surgery.publish.speed_notes import notes_for_device, report_notes
