@@ -22,9 +22,13 @@ from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.progress import Progress
 from surgery.eval.suite import EvalModel, Role
 from surgery.modeling.live import is_library_model, model_device
+from surgery.publish.summary import model_sizes
 from surgery.structures.quantized import QuantizedLinear
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+SIZE_FIELDS = ("parameters", "stored_bytes", "cache_bytes", "kept")  # of an OpenedModel, which results repeat
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ class OpenedModel:
 
     fingerprint: SHA-256 of its files, see `CheckpointSource.digest`, or of its tensors. live: the model in memory, or
     None. parameters: number of stored parameters, tied ones once; None for quantized models, whose tensors hold scales
-    and packed integers. stored_bytes: bytes of the stored tensors, scales and packed integers included.
+    and packed integers. stored_bytes: bytes of the stored tensors, scales and packed integers included. kept,
+    cache_bytes: see `model_sizes`.
     """
 
     role: Role
@@ -43,6 +48,12 @@ class OpenedModel:
     live: LiveEvalModel | None = None
     parameters: int | None = None
     stored_bytes: int | None = None
+    kept: float | None = None
+    cache_bytes: int | None = None
+
+    def sizes(self) -> dict[str, Any]:
+        """Return what results say of the model's size."""
+        return {name: getattr(self, name) for name in SIZE_FIELDS}
 
 
 @dataclass(frozen=True)
@@ -108,7 +119,7 @@ def open_model(role: Role, name: str | LiveEvalModel, ranks: DistContext | None 
     source = open_converted_checkpoint(name)
     return OpenedModel(
         role, name, source.folder, (ranks or DistContext()).on_main(source.digest),
-        parameters=_count_parameters(source), stored_bytes=source.nbytes or None,
+        parameters=_count_parameters(source), stored_bytes=source.nbytes or None, **model_sizes(source),
     )  # fmt: skip
 
 

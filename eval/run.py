@@ -251,8 +251,7 @@ class _EvaluationRun:
                 "dtype": self.dtype,
                 "device": device_name(self.device),
                 "processes": self.ranks.count,
-                "parameters": one.parameters,
-                "stored_bytes": one.stored_bytes,
+                **one.sizes(),
             }
         unique: dict[str, OpenedModel] = {}
         for one in (*opened, *beside):
@@ -390,8 +389,7 @@ class _EvaluationRun:
             "model": one.fingerprint,
             "name": redact_secrets(one.name),
             "suite_version": suite.version,
-            "parameters": one.parameters,
-            "stored_bytes": one.stored_bytes,
+            **one.sizes(),
             "options": redact_secrets(self.options.model_dump(mode="json", exclude_defaults=True)),
             "data": data,
             **self._extra_tasks(),

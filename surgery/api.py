@@ -312,7 +312,7 @@ def convert(
         dtype=dtype,
         progress=progress or (QuietProgress() if quiet else RichProgress()),
     )
-    return CommandResult(report, lambda: _conversion_tables(report, context))
+    return CommandResult(report, lambda: _conversion_tables(out, context))
 
 
 def search(
@@ -401,11 +401,13 @@ def search(
     return CommandResult(result, lambda: search_lines(result))
 
 
-def _conversion_tables(report: dict[str, Any], context: int) -> list[Any]:
-    """Return the tables of a conversion's report and notes on its speed."""
+def _conversion_tables(out: PathLike, context: int) -> list[Any]:
+    """Return the tables of a converted checkpoint, as `inspect` displays them, and notes on its speed."""
     from surgery.publish.speed_notes import notes_for_device, report_notes
+    from surgery.publish.summary import inspect as read
     from surgery.publish.tables import inspect_table
 
+    report = read(str(out))
     notes = notes_for_device(report_notes(report, context), report["time"]["device"], asked="speed" in report)
     return [*inspect_table(report), *notes]
 
@@ -520,12 +522,19 @@ def parameter_groups(
     return trainable_groups(model, settings, rate, rates or {})
 
 
-def inspect(converted: PathLike | nn.Module, *, modules: bool = False) -> CommandResult:
-    """Show what a conversion replaced: parameters, multiply-accumulates per token, relative errors.
+def inspect(
+    converted: PathLike | nn.Module, *, modules: bool = False, measured: PathLike | None = None
+) -> CommandResult:
+    """Show what a conversion replaced: parameters, multiply-accumulates per token, relative errors, a verdict.
+
+    Tensors are checked by the headers of their files: a file that is cut off is an error, changed bytes in a tensor are
+    not noticed.
 
     Args:
         converted: converted checkpoint, a local folder or a Hub id; or a model that `apply` converted.
         modules: display one row per module instead of one per role.
+        measured: give the verdict with the results in this folder, written by `evaluate` or `compare`. None: eval/ in
+            the checkpoint's folder, if it exists.
     """
     from surgery.core.device import choose_device
     from surgery.publish.live_summary import inspect_model
@@ -533,7 +542,12 @@ def inspect(converted: PathLike | nn.Module, *, modules: bool = False) -> Comman
     from surgery.publish.summary import inspect as run
     from surgery.publish.tables import inspect_table, module_table
 
-    report = inspect_model(converted) if _is_module(converted) else run(_checkpoint_name(converted, "inspect"))
+    if _is_module(converted):
+        if measured is not None:
+            raise SurgeryError("measured: results are of a checkpoint, and this is a model in memory. Leave it out.")
+        report = inspect_model(converted)
+    else:
+        report = run(_checkpoint_name(converted, "inspect"), None if measured is None else Path(measured))
     table = module_table if modules else inspect_table
     notes = notes_for_device(report_notes(report), choose_device(None).type, asked="speed" in report)
     return CommandResult(report, lambda: [*table(report), *notes])

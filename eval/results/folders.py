@@ -19,6 +19,7 @@ from surgery.core.errors import SurgeryError
 from surgery.core.files import read_json
 from surgery.eval.results.store import ARRAYS, RESULT, SAMPLES, StoredResult, read_samples, read_stored_result
 from surgery.eval.suite import SuiteResult
+from surgery.publish.figures import SIZES
 
 RESULTS, COMPARISON = "results.json", "comparison.json"
 MAX_BYTES = {RESULT: 2**28, SAMPLES: 2**32, ARRAYS: 2**30, RESULTS: 2**28, COMPARISON: 2**28}
@@ -47,8 +48,9 @@ class StoredModel:
 
     Attributes:
         name: unique among the models that are compared.
-        parameters, stored_bytes: number of stored parameters, and bytes of the stored tensors; None if its results do
-            not say.
+        parameters, stored_bytes, cache_bytes, kept: number of stored parameters, bytes of the stored tensors, bytes in
+            the cache of one sequence, and share of the parameters of replaced matrices that is stored; None if its
+            results do not say.
         suites: by name.
     """
 
@@ -57,12 +59,28 @@ class StoredModel:
     dtype: str
     parameters: int | None = None
     stored_bytes: int | None = None
+    cache_bytes: int | None = None
+    kept: float | None = None
     suites: dict[str, StoredSuite] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, str]:
         """What identifies a model: its content, and the precision it ran in."""
         return self.fingerprint, self.dtype
+
+    def sizes(self) -> dict[str, Any]:
+        """Return the sizes of the model, None where its results do not say."""
+        return {name: getattr(self, name) for name in (*SIZES, "kept")}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the model as JSON data, without its results."""
+        return {"name": self.name, "fingerprint": self.fingerprint, "dtype": self.dtype, **self.sizes()}
+
+    def take_sizes(self, sizes: dict[str, Any]) -> None:
+        """Set the sizes that are not known yet."""
+        for name, size in sizes.items():
+            if getattr(self, name) is None:
+                setattr(self, name, size)
 
 
 def read_models(folders: Sequence[Path]) -> tuple[list[StoredModel], list[str]]:
@@ -81,8 +99,7 @@ def read_models(folders: Sequence[Path]) -> tuple[list[StoredModel], list[str]]:
                 known = models_by_key.setdefault(model.key, model)
                 for suite, stored in model.suites.items():
                     known.suites.setdefault(suite, stored)
-                known.parameters = known.parameters or model.parameters
-                known.stored_bytes = known.stored_bytes or model.stored_bytes
+                known.take_sizes(model.sizes())
     models = list(models_by_key.values())
     _make_names_unique(models)
     return models, list(damaged)
@@ -195,10 +212,14 @@ def _read_model(model_folder: Path) -> tuple[list[StoredModel], list[str]]:
             )
             continue
         model = models.setdefault(model.key, model)
-        model.parameters = _count(told.get("parameters")) or model.parameters
-        model.stored_bytes = _count(told.get("stored_bytes")) or model.stored_bytes
+        model.take_sizes({**{name: _count(told.get(name)) for name in SIZES}, "kept": _share(told.get("kept"))})
         model.suites[key["suite"]] = stored
     return list(models.values()), damaged
+
+
+def _share(value: Any) -> float | None:
+    """Return a share from a file, or None if it is none."""
+    return float(value) if type(value) in (int, float) and 0 <= value < 1e6 else None
 
 
 def _count(value: Any) -> int | None:

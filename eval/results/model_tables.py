@@ -17,28 +17,27 @@ from typing import Any
 
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.files import atomic_write, check_not_dangling
-from surgery.core.tables import command_line, format_count, format_number
+from surgery.core.tables import command_line, format_number
 from surgery.eval.results.averages import AverageRow
-from surgery.eval.results.folders import AXES, COMPARISON, StoredModel
-from surgery.eval.results.models import PARAMETERS, STORED_BYTES, ModelComparison, ModelRow
+from surgery.eval.results.folders import AXES, COMPARISON
+from surgery.eval.results.models import ModelComparison, ModelRow
 from surgery.eval.results.pareto import ParetoChart
 from surgery.eval.results.statistics import Interval
 from surgery.eval.results.tables import LINE_GROUPS, format_average
 from surgery.eval.suite import SUITES
+from surgery.publish.figures import KEPT, SIZES, size_rows
+from surgery.publish.ratios import Ratio
 
 LEGEND = (
     "± is the standard error and [low, high] a 95% interval: Wilson's for accuracies, of a bootstrap for averages. In "
     "parentheses: "
-    "difference from the base, for perplexities the ratio (x); * if its 95% interval excludes no change"
+    "difference from the base; for perplexities x, the ratio to the base, and its 95% interval; * if its 95% interval "
+    "excludes no change"
 )
 CSV_COLUMNS = (
     *("suite", "task", "length", "depth", "position", "metric", "n", "units", "model", "value", "standard_error", "low", "high"),
     *("difference", "difference_low", "difference_high", "ratio", "ratio_low", "ratio_high", "mcnemar_p", "remarks", "command"),
 )  # fmt: skip
-SIZES: dict[str, Callable[[StoredModel], int | None]] = {
-    PARAMETERS: lambda model: model.parameters,
-    STORED_BYTES: lambda model: model.stored_bytes,
-}
 SUFFIXES = {".md": "markdown", ".csv": "csv", ".tex": "latex", ".json": "json"}
 
 
@@ -49,15 +48,10 @@ def headers(done: ModelComparison) -> list[str]:
 
 
 def lines(done: ModelComparison) -> list[list[str]]:
-    """Return the cells: stored parameters and bytes, then summaries, lengths of each suite's main metric, and
-    averages.
-    """
+    """Return the cells: sizes of the models, then summaries, lengths of each suite's main metric, and averages."""
     table: list[list[str]] = []
-    for title, size in SIZES.items():
-        counts = [size(model) for model in done.models]
-        if any(counts):
-            cells = ["" if number is None else format_count(number) for number in counts]
-            table.append(["" if table else "model", title, "", *cells])
+    for title, cells in size_rows([model.to_dict() for model in done.models], done.base).items():
+        table.append(["" if table else "model", title, "", *(text for text, _ in cells)])
     for suite in dict.fromkeys(row.suite for row in done.rows):
         suite_lines: list[list[str]] = []
         for row in (row for row in done.rows if row.suite == suite):
@@ -77,7 +71,8 @@ def _cell(row: ModelRow, name: str) -> str:
         return ""
     text = format_number(row.values[name], row.errors[name], row.intervals.get(name))
     if row.metric.kind == "ppl":
-        return text + _change(row.ratios.get(name), 1.0, "x {:.4g}")
+        ratio = row.ratios.get(name)
+        return text if ratio is None else f"{text}, {Ratio(ratio.change, ratio.low, ratio.high)}{_star(ratio, 1.0)}"
     return text + _change(row.differences.get(name), 0.0, "{:+.4g}")
 
 
@@ -88,8 +83,13 @@ def _average_cell(row: AverageRow, name: str) -> str:
 def _change(interval: Interval | None, none: float, form: str) -> str:
     if interval is None:
         return ""
+    return f" ({form.format(interval.change)}{_star(interval, none)})"
+
+
+def _star(interval: Interval, none: float) -> str:
+    """Return * if an interval excludes `none`, which means no change."""
     sure = interval.low is not None and interval.high is not None and not interval.low <= none <= interval.high
-    return f" ({form.format(interval.change)}{'*' if sure else ''})"
+    return "*" if sure else ""
 
 
 def notes(done: ModelComparison) -> list[str]:
@@ -143,8 +143,8 @@ def to_csv(done: ModelComparison) -> str:
     writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n", restval="")
     writer.writeheader()
     for model in done.models:
-        for title, size in SIZES.items():
-            if (number := size(model)) is not None:
+        for key, title in {**SIZES, "kept": KEPT}.items():
+            if (number := model.sizes()[key]) is not None:
                 writer.writerow(_plain({"task": title, "model": model.name, "value": number}))
     for row in done.rows:
         for name in row.values:

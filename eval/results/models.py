@@ -21,10 +21,10 @@ from surgery.eval.results.folders import StoredModel, StoredSuite, base_of_folde
 from surgery.eval.results.pareto import CostPoint, ParetoChart, pareto_front
 from surgery.eval.results.statistics import Z_95, Interval
 from surgery.eval.suite import BOUNDED_METRICS, SUITES, EvalMetric, SuiteResult, load_suites
+from surgery.publish.figures import SIZES
 
 REMARKED = ("surgery", "torch", "transformers", "lm_eval", "datasets")  # packages whose other versions are remarked
-COSTS = {"cache_mb": "cache, MB", "prefill_ms": "prefill, ms", "decode_ms": "decode, ms a token"}  # metrics of `speed`
-PARAMETERS, STORED_BYTES = "stored parameters", "stored bytes"
+COSTS = {"prefill_ms": "prefill, ms", "decode_ms": "decode, ms a token"}  # metrics of `speed`
 MAX_NOTE = 500  # characters of a remark in a results folder
 
 
@@ -108,18 +108,8 @@ class ModelComparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of comparison.json."""
-        models = [
-            {
-                "name": m.name,
-                "fingerprint": m.fingerprint,
-                "dtype": m.dtype,
-                "parameters": m.parameters,
-                "stored_bytes": m.stored_bytes,
-            }
-            for m in self.models
-        ]
         return {
-            "models": models,
+            "models": [model.to_dict() for model in self.models],
             "base": self.base,
             "rows": [asdict(row) for row in self.rows],
             "averages": [row.to_dict() for row in self.averages],
@@ -401,7 +391,7 @@ def _reproduction_notes(models: Sequence[StoredModel]) -> list[str]:
 
 # -- quality against costs ---------------------------------------------------------------------------
 def _charts(done: ModelComparison, quality: str | None) -> list[ParetoChart]:
-    """Return one chart for each cost that two models have: parameters, bytes, and cache and times at the longest length
+    """Return one chart for each cost that two models have: parameters, bytes, cache, and times at the longest length
     measured.
     """
     chosen = _quality(done, quality)
@@ -409,8 +399,8 @@ def _charts(done: ModelComparison, quality: str | None) -> list[ParetoChart]:
         return []
     title, better, points = chosen
     costs: dict[str, dict[str, tuple[float, tuple[float, float] | None]]] = {
-        PARAMETERS: {m.name: (float(m.parameters), None) for m in done.models if m.parameters},
-        STORED_BYTES: {m.name: (float(m.stored_bytes), None) for m in done.models if m.stored_bytes},
+        label: {m.name: (float(size), None) for m in done.models if (size := m.sizes()[key])}
+        for key, label in SIZES.items()
     }
     timed = [row for row in done.rows if row.suite == "speed" and row.metric.name in COSTS and len(row.group) == 1]
     for metric, label in COSTS.items():
@@ -435,7 +425,10 @@ def _charts(done: ModelComparison, quality: str | None) -> list[ParetoChart]:
 def _quality(
     done: ModelComparison, name: str | None
 ) -> tuple[str, bool, dict[str, tuple[float, tuple[float, float] | None]]] | None:
-    """Return (title, whether higher is better, value and interval by model) of the measure of quality."""
+    """Return (title, whether higher is better, value and interval by model) of the measure of quality.
+
+    With a base the values are paired: the ratio to the base for perplexities, else the difference from it.
+    """
     rows = [row for row in done.rows if row.is_summary and row.suite != "speed" and not row.group]
     averages = [row for row in done.averages if row.unit != "tokens" and not row.missing]
     if name is not None:
@@ -447,7 +440,25 @@ def _quality(
     perplexities = [row for row in rows if row.metric.kind == "ppl"]
     if (name is None and not perplexities and averages) or (name is not None and not rows):
         best = averages[0]
-        return f"{best.suite}, {best.label}", True, {m: (v, best.intervals[m]) for m, v in best.values.items()}
+        title = f"{best.suite}, {best.label}"
+        values = {m: (v, best.intervals[m]) for m, v in best.values.items()}
+        return _paired(title, True, best.differences, done.base, "difference from", 0.0) or (title, True, values)
     for row in perplexities or rows:
-        return row.label, row.metric.higher_is_better, {m: (v, row.range_of(m)) for m, v in row.values.items()}
+        better, is_ratio = row.metric.higher_is_better, row.metric.kind == "ppl"
+        changes, how, none = (row.ratios, "ratio to", 1.0) if is_ratio else (row.differences, "difference from", 0.0)
+        values = {m: (v, row.range_of(m)) for m, v in row.values.items()}
+        return _paired(row.label, better, changes, done.base, how, none) or (row.label, better, values)
     return None
+
+
+def _paired(
+    label: str, better: bool, changes: Mapping[str, Interval], base: str | None, how: str, none: float
+) -> tuple[str, bool, dict[str, tuple[float, tuple[float, float] | None]]] | None:
+    """Return the measure of quality as changes against the base, which has no change, `none`; None without changes."""
+    if base is None or not changes:
+        return None
+    values: dict[str, tuple[float, tuple[float, float] | None]] = {base: (none, None)}
+    for name, change in changes.items():
+        ends = None if change.low is None or change.high is None else (change.low, change.high)
+        values[name] = change.change, ends
+    return f"{label}, {how} {base}", better, values

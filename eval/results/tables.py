@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from surgery.core.tables import command_line, format_number, format_tokens
+from surgery.core.tables import command_line, format_interval, format_number, format_tokens
 from surgery.eval.results.averages import AverageRow
 from surgery.eval.results.compare import ComparisonRow
 from surgery.eval.results.statistics import Interval
@@ -86,9 +86,7 @@ def _format_value(row: ComparisonRow, role: Any) -> str:
 
 
 def _format_interval(interval: Interval | None) -> str:
-    if interval is None or interval.low is None or interval.high is None:
-        return ""
-    return f"{interval.low:.4g} to {interval.high:.4g}"
+    return "" if interval is None else format_interval(interval.low, interval.high)
 
 
 def table_notes(done: Evaluation) -> list[str]:

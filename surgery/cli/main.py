@@ -197,7 +197,8 @@ def convert(
     )
     if not is_main_process():
         return
-    notes = report_notes(read(str(out)), context)
+    shown_report = read(str(out))
+    notes = report_notes(shown_report, context)
     speed = notes_for_device(notes, report["time"]["device"], asked="speed" in report)
     if as_json:
         print(json.dumps({"out": str(out), "report": report, "speed": speed}, indent=2))
@@ -205,7 +206,7 @@ def convert(
     if quiet:
         print(out)
         return
-    _show([*inspect_table(report), *speed])
+    _show([*inspect_table(shown_report), *speed])
     sys.stdout.flush()
     shown.say_held()
     print(f"converted checkpoint: {out}\nreport: {out / REPORT_NAME}")
@@ -227,16 +228,27 @@ def inspect(
     modules: Annotated[
         bool, typer.Option("--modules", help="Show one row per module instead of one per role.")
     ] = False,
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            "--eval",
+            help="Give the verdict with the results in this folder, written by `surgery eval --out` or `surgery "
+            "compare --out`. Default: OUT/eval if it exists.",
+        ),
+    ] = None,
     plugins: options.Plugins = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show what a conversion replaced: stored parameters, multiply-accumulates per token, relative errors."""
+    """Show what a conversion replaced: stored parameters, multiply-accumulates per token, relative errors, a verdict.
+    Tensors are checked by the headers of their files: a file that is cut off is an error, changed bytes in a tensor are
+    not noticed.
+    """
     from surgery.core.device import choose_device
     from surgery.publish.speed_notes import notes_for_device, report_notes
     from surgery.publish.summary import inspect as run
     from surgery.publish.tables import inspect_table, module_table
 
-    report = run(converted)
+    report = run(converted, measured)
     if as_json:
         print(json.dumps(report, indent=2))
         return

@@ -48,6 +48,11 @@ def format_number(value: float, error: float | None, interval: Sequence[float] |
     return f"{value:.4g}" + ("" if exact else f" ± {error:.2g}")
 
 
+def format_interval(low: float | None, high: float | None, sign: str = "") -> str:
+    """Format a 95% interval, "1.1 to 1.34"; "" if an end is not known. sign: "+" writes the signs of differences."""
+    return "" if low is None or high is None else f"{low:{sign}.4g} to {high:{sign}.4g}"
+
+
 def command_line(words: Any) -> str:
     """Return the words of a recorded command as a line for a shell; "" if there are none or they are not plain text."""
     if not (isinstance(words, list) and words and all(isinstance(word, str) and word.isprintable() for word in words)):

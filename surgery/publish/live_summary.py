@@ -16,6 +16,7 @@ from surgery.modeling.modules import REPLACED
 from surgery.modeling.quantize import stored_bytes
 from surgery.publish.summary import attention_costs
 from surgery.publish.training_kernels import training_kernels
+from surgery.publish.verdict import verdict
 from surgery.structures.quantized import QuantizedLinear
 from surgery.structures.shared_basis import SharedBasis
 
@@ -45,6 +46,7 @@ def inspect_model(model: Any) -> dict[str, Any]:
         with_softmax = shapes_without_mixer(model, {path: config for path, config, _ in replaced}).values()
         report |= attention_costs(replaced, with_softmax, "mixer_rows", model.dtype)
         report["training_kernels"] = training_kernels(replaced)
+    report["verdict"] = verdict(report)
     return report
 
 

@@ -9,7 +9,8 @@ Files without fingerprints, written by hand or by early versions, do not say who
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from surgery.core.errors import SurgeryError
 from surgery.core.files import read_json
 
 RESULTS_NAME, COMPARISON_NAME = "results.json", "comparison.json"
+EVAL_FOLDER = "eval"  # of a checkpoint, whose results are taken where no folder is given
 MAX_BYTES = 64 * 2**20  # largest results file that is read
 
 
@@ -55,6 +57,20 @@ class Measurements:
             for row in rows
         ]
         return {"rows": shown, "models": {"base": {"name": base}, "converted": {"name": self.own}}}
+
+    def check(self, name: str, folder: Path) -> None:
+        """Raise SurgeryError if the folder that these were read from has no results, or only those of other
+        checkpoints. name: of the checkpoint.
+        """
+        if self == Measurements():
+            raise SurgeryError(
+                f"{folder} has no results.json. Write one with `surgery eval {name} --compare SRC --out {folder}`."
+            )
+        if self.others:
+            raise SurgeryError(
+                f"{folder} has no row of {name} with its present files: its results are of {in_words(self.others)}. "
+                f"Measure it with `surgery eval {name} --compare SRC --out DIR`, or give the folder of its results."
+            )
 
 
 def load_measurements(source: CheckpointSource, folder: Path) -> Measurements:
@@ -97,6 +113,20 @@ def load_measurements(source: CheckpointSource, folder: Path) -> Measurements:
         measurements.remark = f"{unnamed[0]} in {folder.name} does not say which checkpoint it is of"
         measurements.remark += "." if measurements.results is None else "; its rows are shown as those of this one."
     return measurements
+
+
+@contextmanager
+def explain_damage(name: str) -> Iterator[None]:
+    """Raise SurgeryError in place of errors from a report or results whose keys or values are not as surgery writes
+    them. name: of the checkpoint.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+        raise SurgeryError(
+            f"the report or the results of {name} are damaged ({type(error).__name__}: {error}). Write them again "
+            "with `surgery convert` and `surgery eval`."
+        ) from None
 
 
 def read_results(path: Path) -> dict[str, Any]:

@@ -1,15 +1,38 @@
-"""Perplexities before and after as one ratio, which pages, tables and cards share."""
+"""Perplexities before and after as one ratio with its interval, which pages, tables and cards share."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+Z_95 = 1.96  # standard errors of a 95% interval
 
-def perplexity_ratio(before: float, after: float, unit: str) -> float | None:
-    """Return the ratio of the perplexities of two losses in nats per token; None for losses in another unit."""
-    return math.exp(after - before) if unit.startswith("nats") and after - before < 500 else None
+
+@dataclass(frozen=True)
+class Ratio:
+    """Perplexity of the converted model divided by that of the base. low, high: 95% interval, None if unknown."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def __str__(self) -> str:
+        """As in the tables of `surgery compare`: "x 1.216 [1.1, 1.34]"."""
+        unknown = self.low is None or self.high is None
+        return format_ratio(self.value) + ("" if unknown else f" [{self.low:.4g}, {self.high:.4g}]")
+
+
+def held_out_ratio(held: Mapping[str, Any] | None) -> Ratio | None:
+    """Return the ratio of the perplexities on the held-out text of a conversion; None without such losses, and for
+    losses in another unit than nats. held: `held_out` of a report.
+    """
+    if not held or not str(held["unit"]).startswith("nats"):
+        return None
+    change, error = held["converted"] - held["original"], held.get("difference_se")
+    ends = () if error is None else (change - Z_95 * error, change + Z_95 * error)
+    return None if change >= 500 else Ratio(math.exp(change), *(math.exp(min(end, 700.0)) for end in ends))
 
 
 def format_ratio(ratio: float) -> str:

@@ -18,7 +18,7 @@ from surgery.kernels.tuning import (
     tables,
 )
 from surgery.planning.measured_times import MeasuredTimes, Predicted, same_alignment
-from surgery.publish.tables import speed_in_words
+from surgery.publish.figures import speed_in_words
 
 TOKEN_COUNTS = (1, 16, 512, 8192)
 MEASURED_LANES = {

@@ -30,8 +30,11 @@ from surgery.modeling.joined import record_paths
 from surgery.planning.renamed import renew_report
 from surgery.planning.speed import speed_dict
 from surgery.planning.targets import LinearTarget, Plan
+from surgery.publish.figures import CACHE_TOKENS, checkpoint_figures
 from surgery.publish.large_weights import large_weights
+from surgery.publish.measured import EVAL_FOLDER, explain_damage, load_measurements
 from surgery.publish.training_kernels import training_kernels
+from surgery.publish.verdict import verdict
 from surgery.structures import STRUCTURES, StructureConfig
 
 NOT_REPLACED = "not replaced"  # the structure that tables show for a matrix that stays dense
@@ -191,8 +194,12 @@ def read_report(folder: Path, name: str) -> dict[str, Any]:
     return report
 
 
-def inspect(name: str) -> dict[str, Any]:
-    """Return the report of a converted checkpoint, compared with the stored tensors and extended by costs."""
+def inspect(name: str, measured: Path | None = None) -> dict[str, Any]:
+    """Return the report of a converted checkpoint, compared with the stored tensors, extended by costs and the verdict.
+
+    measured: folder of `surgery eval --out` or `surgery compare --out`; None: eval/ in the checkpoint's folder, if it
+    exists. Raises SurgeryError if a given folder has no results of this checkpoint.
+    """
     source = open_converted_checkpoint(name)
     table, report = table_of(source), read_report(source.folder, name)
     unit, stored = stored_size(table, source.tensors)
@@ -208,6 +215,11 @@ def inspect(name: str) -> dict[str, Any]:
 
         fits = toeplitz_fits(source)
         report["toeplitzness"] = {path: fit.r2.flatten().tolist() for path, (_, _, fit) in fits.items()}
+    with explain_damage(name):
+        results = load_measurements(source, measured or source.folder / EVAL_FOLDER)
+        if measured is not None:
+            results.check(name, measured)
+        report["verdict"] = verdict(report, results.beside_original())
     return report
 
 
@@ -222,6 +234,27 @@ def checkpoint_costs(source: CheckpointSource, lengths: tuple[int, ...] | None =
     with_mixers = _mixers_of(model, mixers)
     with_softmax = shapes_without_mixer(model, {path: config for path, config, _ in with_mixers}).values()
     return attention_costs(with_mixers, with_softmax, "mixer_rows", source.dtype, lengths=lengths or CONTEXTS)
+
+
+def model_sizes(source: CheckpointSource) -> dict[str, Any]:
+    """Return what results of `surgery eval` say of a checkpoint, converted or not: "cache_bytes", the bytes in the
+    cache of one sequence of CACHE_TOKENS tokens, None for models of remote code and without attention; and "kept", the
+    share of the parameters of replaced matrices that is stored, None where no matrix was replaced.
+    """
+    kept, report = None, source.folder / REPORT_NAME
+    if report.is_file():
+        replaced = checkpoint_figures(read_report(source.folder, source.name)).get("replaced")
+        kept = None if replaced is None else replaced.after / replaced.before
+    try:
+        model, converted = describe_unconverted_model(source), "quantization_config" in source.config
+        mixers = _mixers_of(model, mixers_of(source) if converted else {})
+        softmax = shapes_without_mixer(model, {path: config for path, config, _ in mixers})
+        modules: list[tuple[MixerConfig | None, AttentionShape]] = [(config, shape) for _, config, shape in mixers]
+        modules += [(None, shape) for shape in softmax.values()]
+    except SurgeryError:
+        return {"cache_bytes": None, "kept": kept}
+    sizes = (compare_costs(*module, CACHE_TOKENS, source.dtype)["cache_bytes"][1] for module in modules)
+    return {"cache_bytes": sum(sizes) or None, "kept": kept}
 
 
 def checkpoint_mixers(source: CheckpointSource) -> list[tuple[str, MixerConfig, AttentionShape]]:
@@ -359,7 +392,7 @@ def is_behind_mixer(record: dict[str, Any], report: dict[str, Any]) -> bool:
     return is_dense(record) and bool(report.get("mixers")) and "attention.output" in record["roles"]
 
 
-CONTEXTS = (1024, 8192, 65536)
+CONTEXTS = (1024, CACHE_TOKENS, 65536)
 
 
 def cost_lengths(context: int | None) -> tuple[int, ...]:

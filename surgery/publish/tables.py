@@ -16,18 +16,14 @@ from surgery.conversion.choices import allocation_lines, hybrid_lines, initializ
 from surgery.core.files import size_text
 from surgery.core.tables import format_count, format_tokens, new_table
 from surgery.planning.depth import number_ranges
-from surgery.publish.ratios import before_storage, format_ratio, perplexity_ratio
+from surgery.publish.figures import checkpoint_figures, format_share, speed_in_words
+from surgery.publish.ratios import before_storage, held_out_ratio
 from surgery.publish.summary import NOT_REPLACED, describe_structure, inspect_rows, is_behind_mixer, is_dense
 
 ROUNDING = 1e-4  # the largest change of the logits, relative to the largest one, that is taken for rounding in float32
 LONG_TUNING = (
     3600.0  # estimated seconds beyond which a plan and the start of a conversion say how to shorten the tuning
 )
-
-
-def format_share(share: float, whole: float) -> str:
-    """Format share / whole in percent, "-" if `whole` is 0."""
-    return f"{share / whole:.1%}" if whole else "-"
 
 
 def plan_table(plan: dict[str, Any]) -> list[Any]:
@@ -97,14 +93,6 @@ def speed_lines(speed: dict[str, Any] | None) -> list[str]:
         f"{speed['matrices']} "
         f"matrices are not replaced{share}"
     ]
-
-
-def speed_in_words(before: float, after: float) -> str:
-    """Return "1.4x faster", "1.7x slower" or "as fast"."""
-    ratio = before / after
-    if max(ratio, 1 / ratio) < 1.05:
-        return "as fast"
-    return f"{ratio:.1f}x faster" if ratio > 1 else f"{1 / ratio:.1f}x slower"
 
 
 def format_epochs(epochs: int) -> str:
@@ -236,7 +224,7 @@ def mixer_tables(rows: list[dict[str, Any]], costs: dict[str, Any]) -> list[Any]
     )
 
     def add_row(label: str, layers: str, params: str, cache: dict[str, list[int]]) -> None:
-        changes = (f"{format_count(a)} -> {format_count(b)} ({format_share(b, a)})" for a, b in cache.values())
+        changes = (f"{size_text(a)} -> {size_text(b)} ({format_share(b, a)})" for a, b in cache.values())
         table.add_row(label, layers, params, *changes)
 
     for row in rows:
@@ -444,15 +432,18 @@ STEPS = {
 
 
 def _total_lines(report: dict[str, Any]) -> list[str]:
-    t = report["totals"]
+    figures = checkpoint_figures(report)
+    count, size = figures["parameters"], figures["bytes"]
     lines = [
-        f"checkpoint: {t['params_before']:,} -> {t['params_after']:,} parameters "
-        f"({format_share(t['params_after'], t['params_before'])}), {size_text(t['bytes_before'])} -> "
-        f"{size_text(t['bytes_after'])}",
+        f"checkpoint: {count.before:,} -> {count.after:,} parameters ({count.share}), {' -> '.join(size.texts)} "
+        f"({size.share})",
     ]
-    if t["replaced_params_before"]:
-        before, after = t["replaced_params_before"], t["replaced_params_after"]
-        lines.insert(0, f"replaced weights: {before:,} -> {after:,} parameters ({t['kept']:.1%} kept)")
+    if replaced := figures.get("replaced"):
+        lines.insert(
+            0, f"replaced weights: {replaced.before:,} -> {replaced.after:,} parameters ({replaced.share} kept)"
+        )
+    if cache := figures.get("cache"):
+        lines.append(f"{cache.of}: {' -> '.join(cache.texts)} ({cache.share})")
     if storage := report.get("storage"):
         groups = f"scales of groups of {storage['group']}" if storage["group"] else "one scale per output"
         groups = groups if storage["bits"] in (8, 4) else "groups by their bits"
@@ -472,12 +463,12 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
     lines += map(escape, allocation_lines(report["allocation"]))
     if held := report["held_out"]:
         se = f" ± {held['difference_se']:.4f}" if held["difference_se"] is not None else ""
-        ratio = perplexity_ratio(held["original"], held["converted"], held["unit"])
+        ratio = held_out_ratio(held)
         change = (
             f"{held['original']:.4f} -> {held['converted']:.4f} (difference "
             f"{held['converted'] - held['original']:.4f}{se})"
         )
-        as_ratio = "" if ratio is None else f"perplexity {format_ratio(ratio)}, "
+        as_ratio = "" if ratio is None else f"perplexity {ratio}, "
         lines.append(f"held-out text: {as_ratio}{held['unit']} {change}{before_storage(report)}")
     for line in (report.get("calibration") or {}).get("warnings", []):
         lines.append(f"calibration: {escape(str(line))}")
@@ -493,7 +484,7 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
         if rss
         else f"time: {seconds['total']:.1f} s"
     )
-    return lines
+    return [*lines, f"[bold]{escape(report['verdict'])}[/]"] if "verdict" in report else lines
 
 
 def module_table(report: dict[str, Any]) -> list[Any]:

@@ -1,9 +1,10 @@
-"""The verdict on a conversion: one sentence of measured values, for the report page, `surgery run` and the demo.
+"""The verdict on a conversion: one sentence, for the report page, the model card, `surgery inspect`, `surgery run`
+and the demo.
 
-Size is counted in the stored tensors. Perplexity, agreement, needles, prefill, decoding and cache are rows of `surgery
-eval`.
-Without such rows the perplexity is that of the last healing run on its validation text, else that of the conversion on
-its held-out text. What was not measured is left out.
+It begins with what the conversion is for: the cache if attention was replaced, the weights if linears were. Weights and
+bytes are counted in the stored tensors, the cache in its layout. Perplexity, agreement, needles, prefill and decoding
+are rows of `surgery eval`. Without such rows the perplexity is that of the last healing run on its validation text,
+else that of the conversion on its held-out text. What was not measured is left out.
 """
 
 from __future__ import annotations
@@ -12,61 +13,77 @@ from collections.abc import Mapping
 from typing import Any
 
 from surgery.core.tables import format_count, format_tokens
+from surgery.publish.figures import CACHE_TOKENS, Figure, checkpoint_figures, speed_in_words
 from surgery.publish.measured import other_base
-from surgery.publish.ratios import before_storage, format_ratio, perplexity_ratio
-from surgery.publish.tables import speed_in_words
+from surgery.publish.ratios import Ratio, before_storage, held_out_ratio
 
-SAME = 0.005  # sizes that differ by less are "the same"
+SAME = 0.0005  # shares that differ from 100% by less are "the same"
 
 
 def verdict(report: Mapping[str, Any], results: Mapping[str, Any] | None = None) -> str:
-    """Return the verdict, e.g. "46% smaller, perplexity x 1.02, same most likely token 93.1%, needles 98 of 100 (original
-    99); healed on 3M tokens."
+    """Return the verdict, e.g. "Cache 38.2% at 8K tokens, perplexity x 1.01 [1.005, 1.02], needles 98% of 100
+    (original 99%), 101.3% of the bytes; healed on 3M tokens."
 
-    report: surgery_report.json. results: results.json of `surgery eval OUT --compare SRC`; None: not measured. A base
-    that is not the original is named.
+    report: surgery_report.json, with the costs of attention as `surgery inspect` adds them. results: results.json of
+    `surgery eval OUT --compare SRC`; None: not measured. A base that is not the original is named.
     """
+    figures = checkpoint_figures(report)
     rows = [row for row in (results or {}).get("rows", ()) if {"base", "converted"} <= row["values"].keys()]
     base, equal = other_base(report, results), measured_agreement(results)
     measured = [
         _perplexity(report, results),
         *_agreement(equal),
         *_needles(rows, base or "original"),
-        *_speed(rows, base or "the original"),
+        *_speed(rows),
     ]
-    parts = [_size(report["totals"]), *(clause for clause in measured if clause)]
+    lead, size = _purpose(figures), _size(figures["bytes"])
+    parts = [*lead, *(clause for clause in measured if clause), size] if lead else [size, *filter(None, measured)]
     unmeasured = [] if measured[0] else ["quality not measured"]
     against = f"; measured against {base}, not the original" if base and (rows or equal) else ""
-    return ", ".join([*parts, *unmeasured]) + against + _healing(report.get("training") or []) + "."
+    sentence = ", ".join([*parts, *unmeasured]) + against + _healing(report.get("training") or []) + "."
+    return sentence[0].upper() + sentence[1:]
 
 
-def _size(totals: Mapping[str, Any]) -> str:
-    share = totals["bytes_after"] / max(totals["bytes_before"], 1)
-    if abs(1 - share) < SAME:
-        return "Same size"
-    return f"{abs(1 - share):.0%} {'smaller' if share < 1 else 'larger'}"
+def _purpose(figures: Mapping[str, Figure]) -> list[str]:
+    """Return what became of the cache and of the weights of the replaced linears; [] if neither changed."""
+    said, cache, replaced = [], figures.get("cache"), figures.get("replaced")
+    if cache and not _is_same(cache):
+        said.append(f"cache {cache.share} at {format_tokens(CACHE_TOKENS)} tokens")
+    if replaced and not _is_same(replaced):
+        said.append(f"{replaced.share} of the weights of the replaced linears")
+    return said
 
 
-def measured_ratio(results: Mapping[str, Any] | None) -> float | None:
-    """Return the ratio of the perplexities in results.json of `surgery eval OUT --compare SRC`; None if it has none."""
+def _size(size: Figure) -> str:
+    return "same bytes" if _is_same(size) else f"{size.share} of the bytes"
+
+
+def _is_same(figure: Figure) -> bool:
+    return abs(figure.after - figure.before) < SAME * figure.before
+
+
+def measured_ratio(results: Mapping[str, Any] | None) -> Ratio | None:
+    """Return the ratio of the perplexities in results.json of `surgery eval OUT --compare SRC`, with its interval; None
+    if it has none.
+    """
     for row in (results or {}).get("rows", ()):
         both = {"base", "converted"} <= row["values"].keys()
         if both and row.get("suite") == "ppl" and row["metric"].get("kind") == "ppl" and not row["group"]:
-            return float((row.get("ratio") or {}).get("change") or row["values"]["converted"] / row["values"]["base"])
+            ratio = row.get("ratio") or {"change": row["values"]["converted"] / row["values"]["base"]}
+            return Ratio(float(ratio["change"]), ratio.get("low"), ratio.get("high"))
     return None
 
 
 def _perplexity(report: Mapping[str, Any], results: Mapping[str, Any] | None) -> str:
     if (measured := measured_ratio(results)) is not None:
-        return f"perplexity {format_ratio(measured)}"
+        return f"perplexity {measured}"
     run = (report.get("training") or [{}])[-1].get("validation") or {}
     original, healed = ((run.get(key) or {}).get("perplexity") for key in ("original", "after"))
     if original and healed:
-        return f"perplexity {format_ratio(healed / original)} on validation text{before_storage(report)}"
-    held = report.get("held_out")
-    ratio = perplexity_ratio(held["original"], held["converted"], held["unit"]) if held else None
+        return f"perplexity {Ratio(healed / original)} on validation text{before_storage(report)}"
+    ratio = held_out_ratio(report.get("held_out"))
     when = f"{' before healing' if run else ''}{before_storage(report)}"
-    return f"perplexity {format_ratio(ratio)} on held-out text{when}" if ratio else ""
+    return f"perplexity {ratio} on held-out text{when}" if ratio else ""
 
 
 def measured_agreement(results: Mapping[str, Any] | None) -> dict[str, float]:
@@ -87,25 +104,24 @@ def _agreement(values: Mapping[str, float]) -> list[str]:
 
 
 def _needles(rows: list[Any], base: str) -> list[str]:
-    """Return the needles that were found; [] if the original does no better than guessing, which is no evidence."""
+    """Return the share of needles that were found; [] if the original does no better than guessing, which is no
+    evidence.
+    """
     for row in rows:
         if (row.get("suite", row["task"]), row["task"], row["metric"]["name"]) == (
             "needle",
             "needle",
             "accuracy",
         ) and not row["group"]:
-            counts = {
-                role: round(row["values"][role] / row["metric"]["scale"] * row["samples"])
-                for role in ("base", "converted")
-            }
+            shares = {role: 100 * row["values"][role] / row["metric"]["scale"] for role in ("base", "converted")}
             guessed = any("guessing" in str(flag) for flag in row.get("flags", ()))
-            said = f"needles {counts['converted']} of {row['samples']} ({base} {counts['base']})"
-            return [] if guessed or not counts["base"] else [said]
+            said = f"needles {shares['converted']:.4g}% of {row['samples']} ({base} {shares['base']:.4g}%)"
+            return [] if guessed or not shares["base"] else [said]
     return []
 
 
-def _speed(rows: list[Any], base: str) -> list[str]:
-    """Return prefill, decoding and cache at the longest measured length, beside the base on the same device."""
+def _speed(rows: list[Any]) -> list[str]:
+    """Return prefill and decoding at the longest measured length, beside the base on the same device."""
     timed = [row for row in rows if row.get("suite") == "speed" and set(row["group"]) == {"length"}]
     if not timed:
         return []
@@ -115,9 +131,6 @@ def _speed(rows: list[Any], base: str) -> list[str]:
     for name, label in (("prefill_ms", f"prefill of {format_tokens(longest)} tokens"), ("decode_ms", "decoding")):
         if name in values and min(values[name].values()) > 0:
             said.append(f"{label} {speed_in_words(values[name]['base'], values[name]['converted'])}")
-    cache = values.get("cache_mb")
-    if cache and cache["base"] and abs(1 - cache["converted"] / cache["base"]) >= SAME:
-        said.append(f"cache {cache['converted'] / cache['base']:.0%} of {base}'s")
     return said
 
 

@@ -71,7 +71,7 @@ def test_it_ends_with_prompts_the_verdict_and_the_page(run):
     assert all(each["prompt"] in page for each in result["generations"])
     lines = demo_ending(result)
     assert lines[-1] == f"[bold]{result['verdict']}[/]" and sum("prompt:" in line for line in lines) == 3
-    assert "smaller, perplexity x 1." in result["verdict"]
+    assert "of the weights of the replaced linears, perplexity x 1." in result["verdict"]
 
 
 def test_the_report_shows_the_table_and_the_commands(run):

@@ -10,14 +10,33 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from helpers.small_mixers import MIXER_SPECS
 
 from surgery.checkpoint.source import open_converted_checkpoint
 from surgery.core.errors import SurgeryError
+from surgery.mixers import mixer_config
 from surgery.planning.recipe import validate_recipe
+from surgery.planning.shipped import read_recipes
+from surgery.publish.figures import checkpoint_figures
 from surgery.publish.html.page import write_page
 from surgery.publish.html.sections import error_class
-from surgery.publish.html.svg import Axis, Series, heat_map, line_chart, ticks
+from surgery.publish.html.svg import (
+    LETTER,
+    LINE,
+    WIDTH,
+    Axis,
+    MatrixBox,
+    Point,
+    Series,
+    _overlap,
+    heat_map,
+    layer_diagram,
+    line_chart,
+    scatter_chart,
+    ticks,
+)
 from surgery.publish.hub.model_card import _replacement_section
+from surgery.publish.names import mixer_title
 from surgery.publish.verdict import verdict
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -177,22 +196,25 @@ def test_the_verdict_comes_before_any_chart_and_numbers_agree(out):
     (out / "eval" / "results.json").write_text(json.dumps(results))
     text, _ = parse_page(write_page(str(out)))
     sentence = re.search(r'<p class="verdict">(.*?)</p>', text)[1].replace("&#x27;", "'")
-    size, rest = sentence.split(" smaller, ")
-    assert re.fullmatch(r"\d+%", size)
-    assert rest == (
-        "perplexity x 1.216, needles 39 of 40 (original 40), prefill of 4K tokens 1.4x faster, decoding 1.7x slower, "
-        "cache 50% of the original's; healed on 12.3k tokens."
+    figures = checkpoint_figures(json.loads((out / "surgery_report.json").read_text()))
+    assert sentence == (
+        f"{figures['replaced'].share} of the weights of the replaced linears, perplexity x 1.216 [1.1, 1.4], needles "
+        "97.5% of 40 (original 100%), prefill of 4K tokens 1.4x faster, decoding 1.7x slower, "
+        f"{figures['bytes'].share} of the bytes; healed on 12.3k tokens."
     )
     assert text.index('class="verdict"') < text.index("<svg") and text.count("x 1.216") == 3  # verdict, card, table
-    assert "1.1 to 1.4" in text and "+0.5<" not in text  # not also as a difference of perplexities
+    assert (
+        text.count("[1.1, 1.4]") == 2 and text.count("1.1 to 1.4") == 1 and "+0.5<" not in text
+    )  # not also as a difference of perplexities
 
 
 def test_what_was_not_measured_is_not_in_the_verdict():
-    totals = {"bytes_before": 100, "bytes_after": 100}
-    assert verdict({"totals": totals}) == "Same size, quality not measured; not healed."
+    totals = {"bytes_before": 100, "bytes_after": 100, "params_before": 50, "params_after": 50}
+    totals |= {"replaced_params_before": 0, "replaced_params_after": 0}
+    assert verdict({"totals": totals}) == "Same bytes, quality not measured; not healed."
     held = {"original": 1.0, "converted": 1.5, "unit": "nats per token"}
     assert (
-        verdict({"totals": totals, "held_out": held}) == "Same size, perplexity x 1.649 on held-out text; not healed."
+        verdict({"totals": totals, "held_out": held}) == "Same bytes, perplexity x 1.649 on held-out text; not healed."
     )
     stored = verdict({"totals": totals, "held_out": held, "storage": {"bits": 4, "group": 64}})
     assert "x 1.649 on held-out text, before its linears were stored in 4 bits" in stored
@@ -214,13 +236,93 @@ def test_flat_and_identical_curves_are_sentences():
     assert '<p class="chart">Loss</p>' in drawn and "<svg" in drawn
 
 
-def test_matrices_are_colored_by_error_and_the_title_is_the_models_name(out):
+def test_matrices_are_colored_by_error_and_the_title_is_the_converted_model_with_its_recipe(out):
     text, _ = parse_page(write_page(str(out)))
     report = json.loads((out / "surgery_report.json").read_text())
     worst = {error_class(record["error"]) for record in report["modules"]}
     assert worst == set(re.findall(r'class="kept (e\d)"', text)) and "error under 0.05" in text
     assert [error_class(e) for e in (0.0, 0.05, 0.3, 9.0)] == ["e0", "e1", "e3", "e4"]
-    assert f"<h1>{Path(report['source']['name']).name}</h1>" in text
+    assert "<h1>OUT</h1>" in text and f'<p class="lead">{Path(report["source"]["name"]).name} (' in text
+    report["recipe"]["description"] = read_recipes()["pruned-half"]["description"]
+    (out / "surgery_report.json").write_text(json.dumps(report))
+    text = parse_page(write_page(str(out)))[0]
+    assert "<h1>OUT: pruned-half</h1>" in text and "<title>OUT: pruned-half</title>" in text
+
+
+def test_matrices_that_nothing_replaced_are_grey_and_every_color_is_in_the_legend(out):
+    report = json.loads((out / "surgery_report.json").read_text())
+    report["modules"] = [record for record in report["modules"] if "mlp.down" not in record["roles"]]
+    (out / "surgery_report.json").write_text(json.dumps(report))
+    text, _ = parse_page(write_page(str(out)))
+    section = text[text.index("<h2 id=model>") : text.index("<h2 id=errors>")]
+    assert ">mlp down</text>" in section and "mlp.down: not replaced" in section
+    drawn = set(re.findall(r'<rect class="(?:kept )?(\w+)"', section))
+    assert drawn >= {"unchanged", "softmax", "e4"} and drawn <= set(re.findall(r'class="key (\w+)"', section))
+    style = text[: text.index("</style>")]
+    assert "fill-opacity" not in style.replace(".band{fill-opacity:.15}", "")  # bands: the caption says what they are
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        (MIXER_SPECS["log-linear"], "log-linear GDN + window 5"),
+        (MIXER_SPECS["log-linear mamba-2"], "log-linear Mamba-2"),
+        (MIXER_SPECS["gated deltanet"], "Gated DeltaNet + window 5"),
+        (MIXER_SPECS["ssd"], "Mamba-2"),
+        (MIXER_SPECS["retnet"], "RetNet"),
+        (MIXER_SPECS["window"], "window 6"),
+        (MIXER_SPECS["mlr"], "MLR 4|2|2"),
+        (MIXER_SPECS["none"], "no attention"),
+        (MIXER_SPECS["toeplitz behind chunks"], "linear, toeplitz mask + window 3"),
+        (MIXER_SPECS["heads, gates"], "Mamba-2, softmax in 1 head"),
+    ],
+)
+def test_mixers_are_named_as_people_say_them(spec, name):
+    assert mixer_title(mixer_config(spec)) == name
+
+
+def test_the_diagram_has_the_short_name_of_a_mixer_and_the_whole_on_hovering():
+    box = MatrixBox(0.5, "e0", "q")
+    drawn = layer_diagram("t", ["q"], [("0", ("log-linear GDN + window 64", "linear: hierarchical mask"), [box])])
+    assert ">log-linear GDN + window 64</text>" in drawn and "layer 0: linear: hierarchical mask</title>" in drawn
+
+
+def test_no_card_is_empty_and_no_row_of_maps_is_all_zero(out):
+    report = json.loads((out / "surgery_report.json").read_text())
+    for record in report["modules"]:
+        record["error"] = None
+        record["structure"].pop("rank", None)
+    (out / "surgery_report.json").write_text(json.dumps(report))
+    results = json.loads((out / "eval" / "results.json").read_text())
+    for each in results["rows"]:
+        each["values"] = dict.fromkeys(each["values"], 0.0) if each["task"] == "needle" else each["values"]
+    (out / "eval" / "results.json").write_text(json.dumps(results))
+    found = comparison(["a", "b"])
+    for each in found["rows"]:
+        each["values"] = dict.fromkeys(each["values"], 0.0) if each["task"] == "needle" else each["values"]
+    (out / "eval" / "comparison.json").write_text(json.dumps(found))
+    text, reader = parse_page(write_page(str(out)))
+    assert "errors" not in reader.ids and text.count("No model found anything") == 2 and 'class="cell"' not in text
+    assert '<div class="pair"></div>' not in text and "<figure></figure>" not in text
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_a_table_of_more_than_three_models_becomes_rows_on_small_screens(out, count):
+    names = [f"model {i}" for i in range(count)]
+    (out / "eval" / "comparison.json").write_text(json.dumps(comparison(names)))
+    text, _ = parse_page(write_page(str(out)))
+    assert ('<table class="sorts stacked">' in text) == (count > 3) == ('data-label="model 0 (base)"' in text)
+    assert "@media (max-width:560px){.stacked" in text
+
+
+def test_labels_of_a_scatter_chart_do_not_overlap():
+    points = [Point(f"a model with name {i}", f"m{i}", 1.0 + 0.01 * i, 1.0 + 0.001 * (i % 3)) for i in range(7)]
+    points.append(Point("far", "base", 2.0, 1.2))
+    drawn = scatter_chart("t", points, [], Axis("bytes"), Axis("ratio"), False)
+    found = re.findall(r'r="5"/><text x="([\d.]+)" y="([\d.]+)">([^<]*)<', drawn)
+    boxes = [(float(x), float(y) - LINE + 3, float(x) + LETTER * len(name), float(y) + 3) for x, y, name in found]
+    assert len(boxes) == 8 and not any(_overlap(a, b) for i, a in enumerate(boxes) for b in boxes[:i])
+    assert all(left >= 0 and right <= WIDTH for left, _, right, _ in boxes)
 
 
 def test_generations_stand_side_by_side(out):

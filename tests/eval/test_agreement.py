@@ -289,7 +289,9 @@ def test_results_against_other_originals_are_not_compared(near, tmp_path):
 def test_verdict_names_agreement(near):
     done = evaluate(near, ["ppl", "agreement"], OPTIONS, compare=str(TINY))
     results = json.loads(json.dumps(done.to_dict()))
-    report = {"totals": {"bytes_before": 10, "bytes_after": 10}, "source": {"name": str(TINY)}}
+    sizes = ("params", "bytes", "replaced_params")
+    report = {"totals": {f"{size}_{when}": 10 for size in sizes for when in ("before", "after")}}
+    report["source"] = {"name": str(TINY)}
     text = verdict(report, results)
     top1, kl = (done.row("agreement", name).values["converted"] for name in ("top1", "kl"))
     assert f"same most likely token {top1:.1f}% (KL {kl:.3g} nats), greedy texts equal for" in text

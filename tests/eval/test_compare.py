@@ -99,14 +99,14 @@ def test_all_models_are_one_table(three):
     ratio = next(r for r in done.rows if r.task == "ppl").ratios
     assert ratio["small"].change == pytest.approx(math.exp(0.1)) and set(ratio) == {"small", "smaller"}
     table = {line[1]: line for line in lines(done)}
-    assert table["stored parameters"][3:] == ["3.00k", "2.00k", "1.00k"]
+    assert table["stored parameters"][3:] == ["3.00k", "2.00k (66.7%)", "1.00k (33.3%)"]
     assert table["needle, accuracy (%)"][3:] == [
         "100 [89.3, 100]",
         "87.5 [71.9, 95] (-12.5)",
         "12.5 [4.97, 28.1] (-87.5*)",
     ]
     assert (
-        "(x 1.105" in table["ppl, perplexity"][4] and not next(r for r in done.rows if r.suite == "speed").differences
+        "x 1.105 [" in table["ppl, perplexity"][4] and not next(r for r in done.rows if r.suite == "speed").differences
     )
 
 
@@ -230,12 +230,14 @@ def test_pareto_front():
 def test_charts_of_quality_against_costs(three):
     done = compare_folders(three[1:], three[0])
     assert [(c.cost, c.quality) for c in done.charts] == [
-        ("stored parameters", "ppl, perplexity"),
-        ("prefill, ms, at 2,048 tokens", "ppl, perplexity"),
+        ("stored parameters", "ppl, perplexity, ratio to original"),
+        ("prefill, ms, at 2,048 tokens", "ppl, perplexity, ratio to original"),
     ]
     assert done.charts[0].front == ["smaller", "small", "original"] and not done.charts[0].higher_is_better
-    low, high = done.charts[0].points["small"].quality_interval
-    assert low < done.charts[0].points["small"].quality < high and done.charts[1].points["small"].cost_interval
+    ratio = next(row for row in done.rows if row.suite == "ppl" and not row.group).ratios["small"]
+    point, base = done.charts[0].points["small"], done.charts[0].points["original"]
+    assert (point.quality, point.quality_interval) == (ratio.change, (ratio.low, ratio.high))
+    assert (base.quality, base.quality_interval) == (1.0, None) and done.charts[1].points["small"].cost_interval
     assert compare_folders(three, quality="needle").charts[0].quality == "needle, accuracy (%)"
     with pytest.raises(SurgeryError, match=r"--quality: nothing is called 'needel'; did you mean 'needle'"):
         compare_folders(three, quality="needel")
@@ -421,7 +423,7 @@ def test_quality_against_stored_bytes(tmp_path):
     assert chart.cost == "stored bytes" and {n: p.cost for n, p in chart.points.items()} == {"a": 4000, "b": 500}
     assert [line[1:] for line in lines(done)[:2]] == [
         ["stored parameters", "", "1.00k", ""],
-        ["stored bytes", "", "4.00k", "500"],
+        ["stored bytes", "", "4.0 kB", "500 bytes"],
     ]
     found = csv.DictReader(io.StringIO(format_comparison(done, "csv")))
     assert [row["value"] for row in found if row["task"] == "stored bytes"] == ["4000", "500"]

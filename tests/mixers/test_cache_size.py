@@ -21,7 +21,9 @@ from surgery.mixers.features.base import FEATURES
 from surgery.mixers.masks.base import MASKS
 from surgery.modeling.cache import MixerCacheLayer
 from surgery.planning.plan import make_plan
+from surgery.publish.figures import CACHE_TOKENS
 from surgery.publish.html.data import load_page_data
+from surgery.publish.hub.model_card import _replacement_section
 from surgery.publish.summary import inspect, plan_dict
 
 SHAPE = AttentionShape(dim=12, heads=4, groups=2, key=8, value=6, scaling=8**-0.5, rotary=8)
@@ -93,7 +95,6 @@ def test_plan_inspect_page_card_and_estimate_count_the_live_cache(family, dtype,
     """
     from surgery.publish import summary
     from surgery.publish.html import data as page
-    from surgery.publish.hub import model_card
 
     torch.manual_seed(0)
     cls, config = tiny_config(family)
@@ -119,6 +120,6 @@ def test_plan_inspect_page_card_and_estimate_count_the_live_cache(family, dtype,
         assert shown[length]["cache_bytes"][1] == planned["attention_totals"]["cache_bytes"][str(length)][1] == live
         estimate = estimate_conversion(described, plan, calibrated=False, context=length)
         assert estimate["result_memory"] - estimate["disk"]["result"] == live
-        monkeypatch.setattr(model_card, "CARD_CONTEXT", length)
-        (row,) = model_card.cache_rows(open_converted_checkpoint(str(tmp_path / "out")))
-        assert f"| {size_text(live)} |" in row
+    source = open_converted_checkpoint(str(tmp_path / "out"))
+    (row,) = (line for line in _replacement_section(source, inspected).split("\n") if "cache of one sequence" in line)
+    assert f"| {size_text(inspected['attention_totals']['cache_bytes'][str(CACHE_TOKENS)][1])} |" in row

@@ -133,6 +133,26 @@ def test_the_wheel_is_reproducible(sdist, wheel):
     assert members[-1].filename.endswith(".dist-info/RECORD")
 
 
+def test_two_builds_of_the_wheel_with_a_date_are_equal(sdist, tmp_path):
+    """SOURCE_DATE_EPOCH is the time of all members; hash seeds, time zones and the place of the checkout do not matter."""
+    pytest.importorskip("setuptools", reason="the build backend, setuptools, is not installed")
+    built = []
+    for number, zone in enumerate(("UTC", "Asia/Tokyo")):
+        place = tmp_path / str(number)
+        with tarfile.open(sdist) as archive:
+            archive.extractall(place, filter="data")
+        (checkout,) = place.iterdir()
+        settings = {"SOURCE_DATE_EPOCH": "1700000001", "PYTHONHASHSEED": str(number), "TZ": zone}
+        done = subprocess.run(
+            [sys.executable, "-c", "import build_backend; print(build_backend.build_wheel('.'))"],
+            cwd=checkout, capture_output=True, text=True, env={**ENVIRONMENT, **settings},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        built.append(next(checkout.glob("*.whl")))
+    assert built[0].name == built[1].name and built[0].read_bytes() == built[1].read_bytes()
+    assert {m.date_time for m in zipfile.ZipFile(built[0]).infolist()} == {(2023, 11, 14, 22, 13, 20)}
+
+
 def test_data_marker_and_licence(wheel):
     files = names_in(wheel)
     tiny = {

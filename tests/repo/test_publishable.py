@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from surgery.core import project
+from surgery.core.version import __version__
 
 try:
     import tomllib
@@ -197,6 +198,7 @@ def test_the_citation_names_the_five_papers():
     assert {"cff-version", "message", "title", "authors", "type"} <= set(data) and data["license"] == METADATA[
         "license"
     ]
+    assert data["version"] == __version__
     papers = data["references"]
     assert len(papers) == 5
     for paper in papers:

@@ -12,24 +12,30 @@ from rich.text import Text
 
 from surgery.architectures.attention import mixer_shape, shapes_without_mixer
 from surgery.architectures.base import ROLES
+from surgery.architectures.linears import find_linears
 from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
 from surgery.checkpoint.table import mixers_of
 from surgery.core.errors import SurgeryError
 from surgery.core.files import read_json
 from surgery.mixers import mixer_config
-from surgery.publish.measured import MAX_BYTES, Measurements, in_words, load_measurements
+from surgery.modeling.joined import record_paths
+from surgery.publish.measured import EVAL_FOLDER, MAX_BYTES, Measurements, load_measurements
+from surgery.publish.names import mixer_title
 from surgery.publish.speed_notes import report_times
 from surgery.publish.summary import (
+    attention_costs,
     compare_costs,
     describe_mixer,
     describe_structure,
+    is_dense,
     macs_per_token,
     read_report,
     report_linears,
 )
 
-CONTEXTS = tuple(1024 * 4**power for power in range(6))  # 1K to 1M
+CONTEXTS = tuple(1024 * 2**power for power in range(11))  # 1K to 1M
+SOFTMAX = ("softmax", "softmax")  # the token mixing of attention that nothing replaced
 GENERATIONS_NAME, MAX_GENERATIONS = "generations.json", 8
 
 
@@ -37,7 +43,8 @@ GENERATIONS_NAME, MAX_GENERATIONS = "generations.json", 8
 class PageData:
     """Data of the report page.
 
-    report: surgery_report.json. mixing: path of an attention module -> description of its token mixing. costs: context
+    report: surgery_report.json. mixing: path of an attention module -> (name of its token mixing, description). kept:
+    the linears that nothing replaced, as (number of the layer, role). costs: context
     length in tokens -> {"cache_bytes": (before, after), "macs": (before, after)}: bytes in the cache of one sequence,
     and multiply-accumulates of the next token. dtype: the name of the model's dtype, and so of its keys and values.
     log: entries of the training log. measured: results of `surgery eval --out` and `surgery compare --out`. notes:
@@ -47,7 +54,8 @@ class PageData:
     name: str
     folder: Path
     report: dict[str, Any]
-    mixing: dict[str, str]
+    mixing: dict[str, tuple[str, str]]
+    kept: set[tuple[int | None, str]] = field(default_factory=set)
     costs: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
     dtype: str = "bfloat16"
     log: list[dict[str, Any]] = field(default_factory=list)
@@ -65,8 +73,9 @@ class PageData:
 
     @property
     def roles(self) -> list[str]:
-        """Roles of the replaced linears in layers, in the order of computation: the columns of diagrams."""
+        """Roles of the linears in layers, in the order of computation: the columns of the diagram."""
         names = {module_role(record) for record in self.report["modules"] if layer_index(record["name"]) is not None}
+        names |= {role for _, role in self.kept}
         known = [role for role in ROLES if role in names]
         return known + sorted(names - set(known))
 
@@ -102,20 +111,12 @@ def load_page_data(name: str, measured: Path | None = None) -> PageData:
     data.notes += text_warnings(report)
     data.notes += [Text.from_markup(line).plain for line in report_times(report_linears(report, source))]
     data.log = _read_log(source.folder / "training" / "log.jsonl", data.notes)
-    folder = measured or source.folder / "eval"
+    folder = measured or source.folder / EVAL_FOLDER
     data.measured = load_measurements(source, folder)
     if (folder / GENERATIONS_NAME).is_file():
         data.generations = _read_generations(folder / GENERATIONS_NAME)
-    if measured is not None and data.measured == Measurements():
-        raise SurgeryError(
-            f"{measured} has no results.json. Write one with `surgery eval {name} --compare SRC --out {measured}`."
-        )
-    if measured is not None and data.measured.others:
-        raise SurgeryError(
-            f"{measured} has no row of {name} with its present files: its results are of "
-            f"{in_words(data.measured.others)}. Measure it with "
-            f"`surgery eval {name} --compare SRC --out DIR`, or give the folder of its results."
-        )
+    if measured is not None:
+        data.measured.check(name, measured)
     return data
 
 
@@ -129,10 +130,22 @@ def _add_attention(data: PageData, source: CheckpointSource) -> None:
         every |= shapes_without_mixer(model, mixers)
         shapes = {path: every[path] for path, _ in model.named_modules() if path in every}
     except SurgeryError as error:
-        data.mixing = {path: describe_mixer(config) for path, config in mixers.items()}
+        data.mixing = {path: (mixer_title(config), describe_mixer(config)) for path, config in mixers.items()}
         data.notes.append(f"costs against context are not shown: {error}")
         return
-    data.mixing = {path: describe_mixer(mixers[path]) if path in mixers else "softmax" for path in shapes}
+    data.mixing = {
+        path: (mixer_title(mixers[path]), describe_mixer(mixers[path])) if path in mixers else SOFTMAX
+        for path in shapes
+    }
+    replaced_linears = {path for record in data.report["modules"] for path in record_paths(record["name"])}
+    data.kept = {
+        (layer_index(linear.path), " + ".join(linear.roles))
+        for linear in find_linears(model).linears
+        if linear.layer and linear.roles and linear.path not in replaced_linears
+    }
+    replaced = [(path, config, shapes[path]) for path, config in mixers.items()]
+    softmax = [shape for path, shape in shapes.items() if path not in mixers]
+    data.report |= attention_costs(replaced, softmax, "mixer_rows", source.dtype)
     linears = macs_per_token(data.report, source) or {"before": 0, "after": 0}
     for context in CONTEXTS:
         sums = {"cache_bytes": (0, 0), "macs": (linears["before"], linears["after"])}
@@ -174,7 +187,9 @@ def _read_generations(path: Path) -> list[dict[str, Any]]:
 
 
 def structure_class(record: dict[str, Any]) -> str:
-    """Return the CSS class of a record's structure, "other" for structures of plugins."""
+    """Return the CSS class of a record's structure: "unchanged" if it is dense, "other" for structures of plugins."""
+    if is_dense(record):
+        return "unchanged"
     name = str(record["structure"]["structure"])
     return name if name in ("btt", "monarch", "low_rank", "pivoted_low_rank", "kronecker", "mlr") else "other"
 

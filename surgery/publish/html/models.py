@@ -5,17 +5,20 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from surgery.core.tables import format_count, format_number, format_tokens
+from surgery.core.tables import format_number, format_tokens
+from surgery.publish.figures import size_rows
 from surgery.publish.html.data import PageData
-from surgery.publish.html.sections import average_cell, figure_html, row_band, table_html
+from surgery.publish.html.sections import NOTHING_FOUND, average_cell, figure_html, row_band, table_html
 from surgery.publish.html.svg import Axis, Point, Series, heat_map, line_chart, scatter_chart
+from surgery.publish.ratios import Ratio
 
 LEGEND = (
-    "In parentheses: difference from the base, for perplexities the ratio (x); * if its 95% interval excludes no "
-    "change."
+    "In parentheses: difference from the base; for perplexities x, the ratio to the base, and its 95% interval. * if "
+    "its 95% interval excludes no change."
 )
 COLORS = 7  # CSS classes m0 to m6, in the order of the plots
 MAX_LINES = 400  # lines of the table
+WIDEST = 3  # models that a table shows side by side on a small screen
 
 
 def models_section(data: PageData) -> str:
@@ -56,10 +59,8 @@ def model_classes(names: list[str], base: str | None) -> dict[str, str]:
 
 def _table(comparison: dict[str, Any], names: list[str], base: str | None, own_name: str | None) -> str:
     body: list[list[Any]] = []
-    for title, key in (("stored parameters", "parameters"), ("stored bytes", "stored_bytes")):
-        counts = [model.get(key) for model in comparison["models"]]
-        if any(counts):
-            body.append([title, "", *("-" if c is None else (format_count(int(c)), int(c)) for c in counts)])
+    for title, cells in size_rows(comparison["models"], base).items():
+        body.append([title, "", *((text or "-", size) for text, size in cells)])
     for row in comparison["rows"]:
         if not _is_summary(row):
             continue
@@ -76,7 +77,7 @@ def _table(comparison: dict[str, Any], names: list[str], base: str | None, own_n
     caption = "All models: value, and its 95% interval or standard error (±)"
     if len(body) > MAX_LINES:
         caption += f"; the first {MAX_LINES} of {len(body):,} lines, all of them are in comparison.json"
-    return table_html(caption, heads, body[:MAX_LINES])
+    return table_html(caption, heads, body[:MAX_LINES], stacked=len(names) > WIDEST)
 
 
 def _cell(row: dict[str, Any], name: str) -> Any:
@@ -86,7 +87,7 @@ def _cell(row: dict[str, Any], name: str) -> Any:
     text = format_number(value, row["errors"].get(name), row["intervals"].get(name))
     ratio, change = row["ratios"].get(name), row["differences"].get(name)
     if row["metric"]["kind"] == "ppl" and ratio is not None:
-        text += f" (x {ratio['change']:.4g}{_star(ratio, 1.0)})"
+        text += f", {Ratio(ratio['change'], ratio.get('low'), ratio.get('high'))}{_star(ratio, 1.0)}"
     elif change is not None:
         text += f" ({change['change']:+.4g}{_star(change, 0.0)})"
     return (text, value)
@@ -150,6 +151,9 @@ def _needle_maps(rows: list[dict[str, Any]], names: list[str]) -> str:
     parts = []
     for task, key in first.items():
         cells = rows_by_metric[key]
+        if not any(value for row in cells for value in row["values"].values()):
+            parts.append(f"<h3>{escape(task)}</h3><p>{NOTHING_FOUND}</p>")
+            continue
         lengths = sorted({float(row["group"]["length"]) for row in cells})
         depths = sorted({float(row["group"]["depth"]) for row in cells})
         parts.append(f'<h3>{escape(task)}</h3><div class="pair">')

@@ -15,6 +15,8 @@ from surgery.core.version import __version__
 from surgery.publish.html import models, sections
 from surgery.publish.html.data import PageData, load_page_data
 from surgery.publish.html.front import front_section
+from surgery.publish.measured import explain_damage, last_part
+from surgery.publish.names import recipe_name
 from surgery.publish.verdict import verdict
 
 PAGE_NAME = "report.html"
@@ -37,15 +39,9 @@ def write_page(converted: str, out: Path | None = None, measured: Path | None = 
     measured: folder of `surgery eval --out` or `surgery compare --out`; None: eval/ in the checkpoint's folder. The
     file is written to a temporary name and renamed. Raises SurgeryError for a damaged report or results.
     """
-    try:
+    with explain_damage(converted):
         data = load_page_data(converted, measured)
         text = render_page(data)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
-        raise SurgeryError(
-            f"the report or the results of {converted} are damaged ({type(error).__name__}: {error}). Write them again "
-            "with "
-            "`surgery convert` and `surgery eval`."
-        ) from None
     target = out or data.folder / PAGE_NAME
     check_not_dangling(target)
     if target.is_dir():
@@ -63,7 +59,8 @@ def render_page(data: PageData) -> str:
     headline = sections.headline_figures(data)
     nonempty = [(key, name, text) for key, name, text in parts if text]
     name = model_title(data)
-    title = f"{name} by surgery"
+    recipe = recipe_name(data.report.get("recipe") or {})
+    title = f"{name}: {recipe}" if recipe else name
     links = " · ".join(f'<a href="#{key}">{escape(name)}</a>' for key, name, _ in nonempty)
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in data.notes)
     script, style = _read_resource("page.js"), _read_resource("page.css")
@@ -85,7 +82,7 @@ def render_page(data: PageData) -> str:
 <body>
 <a class="skip" href="#content">Skip to the content</a>
 <header>
-<h1>{escape(name)}</h1>
+<h1>{escape(title)}</h1>
 <p class="verdict">{escape(verdict(data.report, data.measured.beside_original()))}</p>
 {f'<p class="note">{escape(data.measured.remark)}</p>' if data.measured.remark else ""}
 <p class="lead">{_subtitle(data)}</p>
@@ -105,10 +102,8 @@ def render_page(data: PageData) -> str:
 
 
 def model_title(data: PageData) -> str:
-    """Return the name of the original model, the last part of its Hub id or folder; without one, the name of the
-    folder.
-    """
-    return Path(str(data.report.get("source", {}).get("name", ""))).name or Path(data.name).name
+    """Return the name of the converted model, the last part of its folder or Hub id."""
+    return last_part(str(Path(data.name).absolute() if data.name in (".", "..") else data.name))
 
 
 def _subtitle(data: PageData) -> str:
@@ -117,10 +112,8 @@ def _subtitle(data: PageData) -> str:
     at = f" at {source['revision'][:10]}" if source.get("revision") else ""
     kind = f" ({report['model_type']})" if report.get("model_type") else ""
     healed = ", healed" if report.get("training") else ""
-    return escape(
-        f"{Path(data.name).name}: {Path(str(source.get('name', ''))).name}{kind}{at}, converted{healed} by surgery "
-        f"{report.get('surgery', '')}"
-    )
+    original = last_part(str(source.get("name", "")))
+    return escape(f"{original}{kind}{at}, converted{healed} by surgery {report.get('surgery', '')}")
 
 
 def _recipe_html(data: PageData) -> str:

@@ -7,18 +7,17 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
-from surgery.core.files import size_text
-from surgery.core.tables import command_line, format_count, format_number, format_tokens
-from surgery.publish.html.data import PageData, layer_index, module_role, structure_class, structure_text
+from surgery.core.tables import command_line, format_interval, format_number, format_tokens
+from surgery.publish.figures import CACHE_TOKENS, checkpoint_figures, format_share, speed_in_words
+from surgery.publish.html.data import SOFTMAX, PageData, layer_index, module_role, structure_class, structure_text
 from surgery.publish.html.svg import Axis, MatrixBox, Series, heat_map, layer_diagram, line_chart
 from surgery.publish.measured import last_part, measured_model, other_base
-from surgery.publish.ratios import before_storage, format_ratio, perplexity_ratio
-from surgery.publish.tables import format_share, speed_in_words
+from surgery.publish.ratios import Z_95, Ratio, before_storage, format_ratio, held_out_ratio
+from surgery.publish.summary import is_dense
 from surgery.publish.verdict import measured_agreement, measured_ratio
 
+NOTHING_FOUND = "No model found anything at any length and depth, so no map is drawn."
 ERROR_STEPS = (0.05, 0.1, 0.2, 0.4)  # relative errors between the colors of matrices
-Z_95 = 1.96  # standard errors of a 95% band
-HEADLINE_CONTEXT = 4096  # context length, in tokens, of the headline figures
 
 
 def figure_html(picture: str, caption: str, extra: str = "") -> str:
@@ -26,10 +25,13 @@ def figure_html(picture: str, caption: str, extra: str = "") -> str:
     return f"<figure>{picture}{extra}<figcaption>{caption}</figcaption></figure>" if picture else ""
 
 
-def table_html(caption: str, heads: Sequence[str], rows: Iterable[Sequence[Any]], text_columns: int = 1) -> str:
+def table_html(
+    caption: str, heads: Sequence[str], rows: Iterable[Sequence[Any]], text_columns: int = 1, *, stacked: bool = False
+) -> str:
     """Return a table with sortable columns.
 
-    A cell is text or (text, sort key); the first `text_columns` are left-aligned.
+    A cell is text or (text, sort key); the first `text_columns` are left-aligned. stacked: on small screens each row
+    becomes a list with a line per cell, which names its column.
     """
     kinds = (' class="text"' if i < text_columns else "" for i in range(len(heads)))
     head = "".join(
@@ -37,17 +39,21 @@ def table_html(caption: str, heads: Sequence[str], rows: Iterable[Sequence[Any]]
         for n, k in zip(heads, kinds)
     )
     body = "".join(
-        "<tr>" + "".join(_cell_html(cell, i, text_columns) for i, cell in enumerate(row)) + "</tr>" for row in rows
+        "<tr>"
+        + "".join(_cell_html(c, i, text_columns, heads[i] if stacked else "") for i, c in enumerate(row))
+        + "</tr>"
+        for row in rows
     )
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table class="sorts">'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table class="sorts{" stacked" if stacked else ""}">'
         f"<caption><span>{escape(caption)}</span></caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 
-def _cell_html(cell: Any, column: int, text_columns: int) -> str:
+def _cell_html(cell: Any, column: int, text_columns: int, label: str) -> str:
     text, value = cell if isinstance(cell, tuple) else (cell, None)
     data = "" if value is None else f' data-value="{escape(str(value))}"'
+    data += f' data-label="{escape(label)}"' if label and column else ""
     kind = ' class="text"' if column < text_columns else ""
     return (
         f'<th scope="row"{kind}{data}>{escape(str(text))}</th>'
@@ -60,25 +66,17 @@ def headline_figures(data: PageData) -> str:
     """Return the headline: shares of the replaced matrices, of the model, its bytes, cache and FLOPs, and the change of
     perplexity or loss.
     """
-    total = data.report["totals"]
-    text = [
-        (
-            format_share(total["params_after"], total["params_before"]),
-            f"of the model's {format_count(total['params_before'])} parameters are stored",
-        ),
-        (format_share(total["bytes_after"], total["bytes_before"]), f"of {size_text(total['bytes_before'])} on disk"),
-    ]
-    if total["replaced_params_before"]:
-        share = format_share(total["replaced_params_after"], total["replaced_params_before"])
-        text.insert(
-            0,
-            (share, f"of {format_count(total['replaced_params_before'])} parameters in the replaced matrices are kept"),
-        )
+    figures = checkpoint_figures(data.report)
+    what = {
+        "replaced": "of {} parameters in the replaced matrices are kept",
+        "parameters": "of the model's {} parameters are stored",
+        "bytes": "of {} on disk",
+        "cache": f"of the cache of one sequence of {format_tokens(CACHE_TOKENS)} tokens, {{}} before",
+    }
+    text = [(figures[key].share, words.format(figures[key].texts[0])) for key, words in what.items() if key in figures]
     if data.costs:
-        cache, macs = data.costs[HEADLINE_CONTEXT]["cache_bytes"], data.costs[HEADLINE_CONTEXT]["macs"]
-        if cache[0] != cache[1]:
-            text.append((format_share(cache[1], cache[0]), f"of the cache at {HEADLINE_CONTEXT:,} tokens"))
-        text.append((format_share(macs[1], macs[0]), f"of the FLOPs per token at {HEADLINE_CONTEXT:,} tokens"))
+        macs = data.costs[CACHE_TOKENS]["macs"]
+        text.append((format_share(macs[1], macs[0]), f"of the FLOPs per token at {format_tokens(CACHE_TOKENS)} tokens"))
     if speed := data.report.get("speed"):
         call = (
             f"prompt of {speed['tokens']:,} tokens" if speed["phase"] == "prefill" else "decoding step in a CUDA graph"
@@ -92,18 +90,18 @@ def headline_figures(data: PageData) -> str:
     results = data.measured.beside_original()
     if (measured := measured_ratio(results)) is not None:
         base = other_base(data.report, results) or "the original"
-        text.append((format_ratio(measured), f"perplexity, measured by surgery eval, relative to {base}"))
+        text.append((str(measured), f"perplexity, measured by surgery eval, relative to {base}"))
         if (equal := measured_agreement(results).get("top1")) is not None:
             text.append((f"{equal:.1f}%", f"of next tokens are most likely the same as those of {base}"))
     elif scores[0] and scores[2]:
         text.append(
             (
-                format_ratio(scores[2] / scores[0]),
+                str(Ratio(scores[2] / scores[0])),
                 f"perplexity after healing, relative to the original{before_storage(data.report)}",
             )
         )
     elif held := data.report.get("held_out"):
-        ratio = perplexity_ratio(held["original"], held["converted"], held["unit"])
+        ratio = held_out_ratio(held)
         change = (
             f"{held['converted'] - held['original']:+.4f}",
             f"{held['unit']} on held-out text{before_storage(data.report)}",
@@ -111,7 +109,7 @@ def headline_figures(data: PageData) -> str:
         text.append(
             change
             if ratio is None
-            else (format_ratio(ratio), f"perplexity on held-out text, before any healing{before_storage(data.report)}")
+            else (str(ratio), f"perplexity on held-out text, before any healing{before_storage(data.report)}")
         )
     return (
         '<ul class="figures">'
@@ -125,33 +123,47 @@ def model_section(data: PageData) -> str:
     by_place: dict[tuple[int | None, str], list[dict[str, Any]]] = {}
     for record in data.report["modules"]:
         by_place.setdefault((layer_index(record["name"]), module_role(record)), []).append(record)
-    mixing = {layer_index(path): text for path, text in data.mixing.items()}
+    mixing = {layer_index(path): names for path, names in data.mixing.items()}
     rows = [
-        (str(layer), mixing.get(layer, "unchanged"), [_matrix_box(by_place.get((layer, role))) for role in data.roles])
+        (
+            str(layer),
+            mixing.get(layer, ("", "")),
+            [_matrix_box(by_place.get((layer, role)), role, (layer, role) in data.kept) for role in data.roles],
+        )
         for layer in data.layers
     ]
     if not rows:
         return ""
-    if any(record["error"] is not None for record in data.report["modules"]):
-        kinds = {f"e{i}": label for i, label in enumerate(error_labels())}
-    else:
-        kinds = {structure_class(r): structure_class(r).replace("_", " ") for r in data.report["modules"]}
+    kinds = _legend_of_model(rows)
     keys = "".join(f'<li><span class="key {kind}"></span>{escape(label)}</li>' for kind, label in kinds.items())
     names = [role.replace("attention.", "").replace("mlp.", "mlp ") for role in data.roles]
     drawn = layer_diagram("The model before and after", names, rows)
     caption = (
         "Each box is an original matrix. The filled part is the share of its parameters that is kept, its color the "
-        "relative error. "
-        "Hover for details."
+        "relative error. Grey: not replaced. Hover for details."
     )
     return "<h2 id=model>The model, before and after</h2>" + figure_html(
         drawn, caption, f'<ul class="legend">{keys}</ul>'
     )
 
 
-def _matrix_box(records: list[dict[str, Any]] | None) -> MatrixBox | None:
+def _legend_of_model(rows: Sequence[tuple[str, tuple[str, str], Sequence[MatrixBox | None]]]) -> dict[str, str]:
+    """Return the label of every color in the diagram of the model, by CSS class; of errors the whole scale."""
+    boxes = [box for *_, boxes in rows for box in boxes if box is not None]
+    mixing = {name for _, (name, _), _ in rows if name}
+    found, scale = dict.fromkeys(box.kind for box in boxes), {f"e{i}": name for i, name in enumerate(error_labels())}
+    kinds = scale if found.keys() & scale.keys() else {}
+    kinds |= {kind: kind.replace("_", " ") for kind in found if kind not in (*scale, "unchanged")}
+    kinds |= {"unchanged": "not replaced"} if "unchanged" in found else {}
+    kinds |= {"original": "removed"} if any(box.fraction < 1 for box in boxes) else {}
+    kinds |= {"softmax": "softmax attention"} if SOFTMAX[0] in mixing else {}
+    return kinds | ({"replaced": "attention that was replaced"} if mixing - {SOFTMAX[0]} else {})
+
+
+def _matrix_box(records: list[dict[str, Any]] | None, role: str, is_kept: bool) -> MatrixBox | None:
+    """Return the box of a role of a layer; None if the layer has no such matrix."""
     if not records:
-        return None
+        return MatrixBox(1.0, "unchanged", f"{role}: not replaced") if is_kept else None
     before, after = (sum(int(r[key]) for r in records) for key in ("params_before", "params_after"))
     first = records[0]
     more = f" and {len(records) - 1} more" if len(records) > 1 else ""
@@ -159,7 +171,7 @@ def _matrix_box(records: list[dict[str, Any]] | None) -> MatrixBox | None:
         "" if first["error"] is None else f", error {first['error']:.3f}"
     )  # models trained from scratch have no error
     text = f"{first['name']}{more}: {structure_text(first)}, {after:,} of {before:,} parameters{error}"
-    errors = [float(r["error"]) for r in records if r["error"] is not None]
+    errors = [float(r["error"]) for r in records if r["error"] is not None and not is_dense(r)]
     return MatrixBox(after / max(before, 1), error_class(max(errors)) if errors else structure_class(first), text)
 
 
@@ -184,14 +196,14 @@ def error_section(data: PageData) -> str:
     if not by_role:
         return ""
     shown = list(by_role.items())
-    parts = ["<h2 id=errors>Errors and ranks, layer by layer</h2>", '<div class="pair">']
+    parts: list[str] = []
     for start in range(0, len(shown), 4):
         group = shown[start : start + 4]
         worth = [Series(role, kind, _layer_points(records, "error")) for kind, (role, records) in zip(kinds, group)]
         of = shared_family([role for role, _ in group])
-        drawn = line_chart(f"Relative error by layer{of}", worth, Axis("layer"), Axis("relative error"))
+        picture = line_chart(f"Relative error by layer{of}", worth, Axis("layer"), Axis("relative error"))
         parts.append(
-            figure_html(drawn, "Error of the outputs on held-out text, or of the weights if there was no text.")
+            figure_html(picture, "Error of the outputs on held-out text, or of the weights if there was no text.")
         )
         ranked = [Series(role, kind, _layer_points(records, "rank")) for kind, (role, records) in zip(kinds, group)]
         parts.append(
@@ -200,7 +212,8 @@ def error_section(data: PageData) -> str:
                 "Rank of each matrix, as allocated.",
             )
         )
-    return "".join([*parts, "</div>"])
+    drawn = "".join(parts)
+    return f'<h2 id=errors>Errors and ranks, layer by layer</h2><div class="pair">{drawn}</div>' if drawn else ""
 
 
 def shared_family(roles: list[str]) -> str:
@@ -267,7 +280,8 @@ def training_section(data: PageData) -> str:
         return ""
     heads = ["run", "stages", "tokens", "perplexity, original", "converted", "healed"]
     run_table = table_html("Healing runs", heads, rows, text_columns=2) if rows else ""
-    return '<h2 id=training>Healing</h2><div class="pair">' + "".join(drawn) + f"</div>{run_table}"
+    charts = f'<div class="pair">{"".join(drawn)}</div>' if any(drawn) else ""
+    return f"<h2 id=training>Healing</h2>{charts}{run_table}"
 
 
 def _step_points(lines: list[dict[str, Any]], key: str) -> list[tuple[float, float]]:
@@ -327,7 +341,7 @@ def _change_cells(row: dict[str, Any]) -> tuple[str, Any]:
     ratio = row.get("ratio") if row["metric"].get("kind") == "ppl" else None
     change, sign = (ratio, "") if ratio else (row.get("difference") or {}, "+")
     low, high, moved = (change.get(key) for key in ("low", "high", "change"))
-    interval = "-" if low is None else f"{low:{sign}.4g} to {high:{sign}.4g}"
+    interval = format_interval(low, high, sign) or "-"
     if moved is None:
         return interval, "-"
     return interval, (format_ratio(moved) if ratio else f"{moved:+.4g}", moved)
@@ -357,7 +371,7 @@ def averages_table(rows: list[dict[str, Any]], roles: Sequence[str]) -> str:
                 f"{row['suite']}, {row['name']}{where}",
                 *(average_cell(row, role, tokens) for role in roles),
                 "-" if change.get("change") is None else (f"{change['change']:+.4g}", change["change"]),
-                "-" if low is None else f"{low:+.4g} to {high:+.4g}",
+                format_interval(low, high, "+") or "-",
                 f"without {', '.join(map(str, row['missing']))}" if row["missing"] else str(row.get("source") or ""),
             ]
         )
@@ -391,6 +405,9 @@ def needle_maps(rows: list[dict[str, Any]], roles: list[str]) -> str:
             rows_by_task.setdefault(str(row["task"]), []).append(row)
     parts = []
     for task, cells in rows_by_task.items():
+        if not any(row["values"].get(role) for row in cells for role in roles):
+            parts.append(f"<h3>{escape(task)}</h3><p>{NOTHING_FOUND}</p>")
+            continue
         lengths = sorted({row["group"]["length"] for row in cells})
         depths = sorted({row["group"]["depth"] for row in cells})
         parts.append(f'<h3>{escape(task)}</h3><div class="pair">')

@@ -17,6 +17,7 @@ WIDTH, HEIGHT = 440, 270  # text stays at ten points on a phone
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 14, 46
 MAX_POINTS, MAX_VISIBLE_DOTS = 300, 12  # per line: points that are drawn, and up to how many dots are visible
 SCROLL_WIDTH = 480  # wider pictures scroll instead of shrinking
+LETTER, LINE = 6.8, 14  # mean width of a letter, and height of a line of text
 
 
 @dataclass(frozen=True)
@@ -236,22 +237,57 @@ def scatter_chart(
     if path:
         path = [(path[0][0], HEIGHT - BOTTOM if higher_is_better else TOP), *path, (WIDTH - RIGHT, path[-1][1])]
         marks.append(f'<polyline class="front" points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in path)}"/>')
-    for index, p in enumerate(sorted(drawn, key=lambda p: (p.x, p.y))):
+    ordered = sorted(drawn, key=lambda p: (p.x, p.y))
+    places = _place_labels([(across(p.x), up(p.y), len(_short(p.name))) for p in ordered])
+    for p, (text_x, text_y) in zip(ordered, places):
+        if abs(text_y - up(p.y)) > 2 * LINE:  # a label far from its point
+            end = text_x if text_x > across(p.x) else text_x + LETTER * len(_short(p.name))
+            marks.append(
+                f'<line class="grid" x1="{across(p.x):.1f}" y1="{up(p.y):.1f}" x2="{end:.1f}" y2="{text_y - 4:.1f}"/>'
+            )
         a, b = across(p.x), up(p.y)
         for ends, at in ((p.x_range, lambda v, b=b: (across(v), b)), (p.y_range, lambda v, a=a: (a, up(v)))):
             if ends is not None and all(math.isfinite(v) for v in ends):
                 (x1, y1), (x2, y2) = at(ends[0]), at(ends[1])
                 marks.append(f'<line class="line {p.kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>')
-        label = p.name if len(p.name) <= 20 else p.name[:19] + "…"
         kind = f"point {p.kind}" + ("" if p.filled else " open")
         marks.append(
             f'<g><title>{escape(p.name)}: {format_si(p.y)} at {format_si(p.x)}</title><circle class="{kind}" '
             f'cx="{a:.1f}" '
-            f'cy="{b:.1f}" r="5"/><text x="{a + 8:.1f}" '
-            f'y="{b + (-6 if index % 2 == 0 else 16):.1f}">{escape(label)}</text></g>'
+            f'cy="{b:.1f}" r="5"/><text x="{text_x:.1f}" y="{text_y:.1f}">{escape(_short(p.name))}</text></g>'
         )
     text = "; ".join(f"{p.name}: {format_si(p.y)} at {format_si(p.x)}" for p in drawn)
     return _chart(title, f"{title}: {text}. On the Pareto front: {', '.join(front)}.", "".join(marks), WIDTH, HEIGHT)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 20 else name[:19] + "…"
+
+
+def _place_labels(points: Sequence[tuple[float, float, int]]) -> list[tuple[float, float]]:
+    """Return the start of the baseline of each point's label, so that labels cover neither each other nor other points.
+
+    points: (x, y, letters). Labels stand at the right or left of their points, as near as there is room. Without any
+    room the nearest place is taken.
+    """
+    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y, _ in points]
+    places = []
+    for x, y, letters in points:
+        width = LETTER * letters
+        sides = [side for side in (x + 8, x - 8 - width) if LEFT <= side <= WIDTH - width]
+        found = [(side, y + 4 + step * sign) for step in range(10, HEIGHT, 5) for sign in (-1, 1) for side in sides]
+        found = [(a, b) for a, b in found if b - LINE + 4 >= TOP and b <= HEIGHT - BOTTOM - 2] or [(x + 8, y - 6)]
+        boxes = [(a, b - LINE + 3, a + width, b + 3) for a, b in found]
+        free = (place for place, box in zip(found, boxes) if not any(_overlap(box, other) for other in taken))
+        a, b = next(free, found[0])
+        taken.append((a, b - LINE + 3, a + width, b + 3))
+        places.append((a, b))
+    return places
+
+
+def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
+    """Return whether two boxes (left, top, right, bottom) overlap."""
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def heat_map(title: str, rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]]) -> str:
@@ -294,26 +330,29 @@ class MatrixBox:
 
 
 def layer_diagram(
-    title: str, columns: Sequence[str], rows: Sequence[tuple[str, str, Sequence[MatrixBox | None]]]
+    title: str, columns: Sequence[str], rows: Sequence[tuple[str, tuple[str, str], Sequence[MatrixBox | None]]]
 ) -> str:
-    """Return the diagram of a model. rows: (name, description of token mixing, matrices) of each layer."""
-    wide, high, left, top, mixer = 92, 24, 52, 26, 120
+    """Return the diagram of a model. rows: (name, name and description of token mixing, matrices) of each layer."""
+    longest = max((len(mixing) for _, (mixing, _), _ in rows), default=0)
+    wide, high, left, top = 92, 24, 52, 26
+    mixer = min(max(120, round(LETTER * longest) + 16), 250)
     parts = [f'<text class="tick mid" x="{left + mixer / 2}" y="{top - 9}">token mixing</text>']
     parts += [
         f'<text class="tick mid" x="{left + mixer + wide * (j + 0.5)}" y="{top - 9}">{escape(c)}</text>'
         for j, c in enumerate(columns)
     ]
-    for i, (name, mixing, cells) in enumerate(rows):
+    for i, (name, (mixing, description), cells) in enumerate(rows):
         y = top + i * high
         parts.append(f'<text class="tick end" x="{left - 8}" y="{y + 16}">{escape(name)}</text>')
-        kind = "softmax" if mixing == "softmax" else "replaced"
-        label = mixing if len(mixing) <= 18 else mixing[:17] + "…"
-        parts.append(
-            f'<g><title>layer {escape(name)}: {escape(mixing)}</title><rect class="{kind}" x="{left + 2}" y="{y + 3}" '
-            f'width="{mixer - 6}" '
-            f'height="{high - 6}" rx="4"/><text class="tick mid" x="{left + mixer / 2 - 1}" '
-            f'y="{y + 16}">{escape(label)}</text></g>'
-        )
+        if mixing:
+            kind = "softmax" if mixing == "softmax" else "replaced"
+            most = int((mixer - 16) / LETTER)
+            label = mixing if len(mixing) <= most else mixing[: most - 1] + "…"
+            parts.append(
+                f'<g><title>layer {escape(name)}: {escape(description)}</title><rect class="{kind}" x="{left + 2}" '
+                f'y="{y + 3}" width="{mixer - 6}" height="{high - 6}" rx="4"/><text class="tick mid" '
+                f'x="{left + mixer / 2 - 1}" y="{y + 16}">{escape(label)}</text></g>'
+            )
         for j, cell in enumerate(cells):
             if cell is None:
                 continue

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from surgery.checkpoint.source import SAFE_WEIGHTS_INDEX_NAME, CheckpointSource, open_converted_checkpoint
-from surgery.checkpoint.table import stored_size, table_of
+from surgery.checkpoint.table import mixers_of, stored_size, table_of
 from surgery.conversion.densify import check_openable
 from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME
@@ -34,8 +34,9 @@ from surgery.publish.hub.files import (
 )
 from surgery.publish.hub.license import License, find_license
 from surgery.publish.hub.model_card import render_card
-from surgery.publish.measured import is_of, last_part, measured_model
-from surgery.publish.summary import read_report
+from surgery.publish.measured import EVAL_FOLDER, explain_damage, is_of, last_part, load_measurements, measured_model
+from surgery.publish.summary import checkpoint_costs, read_report
+from surgery.publish.verdict import verdict
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5")
 REPLACED_FILES = (
@@ -91,19 +92,38 @@ def prepare_upload(
     terms = find_license(source, report, license, base_model)
     card = next((item for item in items if item.name == CARD_NAME), None)
     if card is None or card.path is None:
-        text = render_card(source, _strip_report_paths(report), terms, base_model, items, repo)
-        note = base_model_note(report, base_model)
+        report |= _attention_costs(source)
+        sentence, damaged = _verdict(source, report, measured or source.folder / EVAL_FOLDER)
+        text = render_card(source, _strip_report_paths(report), terms, base_model, items, repo, sentence=sentence)
+        notes = [base_model_note(report, base_model), damaged]
         items = [*items, UploadFile(CARD_NAME, text=text)]
     else:
-        text, note = (
-            card.path.read_text(encoding="utf-8"),
-            f"{card.path} is used as the model card; remove it to generate one",
-        )
-    note = " ".join(text for text in (note, measured_note) if text) or None
+        text = card.path.read_text(encoding="utf-8")
+        notes = [f"{card.path} is used as the model card; remove it to generate one"]
+    note = " ".join(text for text in (*notes, measured_note) if text) or None
     left_out = tuple(
         str(path) for path in map(source.folder.joinpath, result_folders(source.folder)) if path != measured
     )
     return Upload(repo, tuple(sorted(items, key=lambda item: item.name)), terms, text, note, left_out)
+
+
+def _attention_costs(source: CheckpointSource) -> dict[str, Any]:
+    """Return the costs of attention, which have the cache; {} without mixers, and for models of remote code."""
+    if not mixers_of(source):
+        return {}
+    try:
+        return checkpoint_costs(source)
+    except SurgeryError:
+        return {}
+
+
+def _verdict(source: CheckpointSource, report: dict[str, Any], folder: Path) -> tuple[str, str | None]:
+    """Return the verdict with the results in a folder; if they are damaged, without them and with a note."""
+    try:
+        with explain_damage(source.name):
+            return verdict(report, load_measurements(source, folder).beside_original()), None
+    except SurgeryError as error:
+        return verdict(report), f"the verdict has no measurements: {error}"
 
 
 def _check_measured(source: CheckpointSource, items: list[UploadFile], name: str) -> str | None:
