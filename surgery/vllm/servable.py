@@ -38,7 +38,7 @@ OWN_CLASSES = (
     "Qwen3ForCausalLM",
 )
 TRANSFORMERS_CLASS = "TransformersForCausalLM"  # vLLM's Transformers backend
-BOUNDED_MASKS = ("ones", "decay", "gates", "hierarchical", "toeplitz_blocks")
+BOUNDED_MASKS = ("ones", "decay", "gates", "hierarchical", "toeplitz_blocks", "block_diagonal")
 
 
 @dataclass(frozen=True)
