@@ -4,6 +4,7 @@ serve`.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
@@ -12,6 +13,7 @@ import sys
 import threading
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
@@ -20,7 +22,7 @@ from typer.core import TyperCommand
 from surgery.cli import options
 from surgery.core.errors import SurgeryError, UnknownNameError
 from surgery.core.project import install_command
-from surgery.vllm.versions import installed_version, version_problem
+from surgery.vllm.versions import installed_version, is_cpu_build, version_problem
 
 if TYPE_CHECKING:
     from surgery.checkpoint.source import CheckpointSource
@@ -36,12 +38,14 @@ VLLM = "vllm.entrypoints.openai.api_server"
 SET_HERE = ("--model", "--host", "--port", "--dtype", "--max-model-len")
 CODE_OPTION = "--trust-remote-code"
 IMPORT_VLLM = f"""
+import sys
 from surgery.core.environment import explain_broken_import
 try:
     import {VLLM}
 except Exception as error:
-    print(explain_broken_import(error) or f"importing vllm failed ({{type(error).__name__}}: {{error}})")
+    sys.exit(explain_broken_import(error) or f"importing vllm failed ({{type(error).__name__}}: {{error}})")
 """
+BINDING, THREADS = "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"  # variables for vLLM's build for CPUs
 
 
 class Launch(NamedTuple):
@@ -128,7 +132,14 @@ def serve(
     )
     if host != LOOPBACK:
         print(f"note: --host {host} is reachable from other machines, and the server asks for no key", flush=True)
-    code = run_until_interrupted(launch.command)
+    extra = process_environment(passed_on) if VLLM in launch.command else {}
+    if extra:
+        print(
+            f"note: this machine has fewer memory nodes than processes, so they share its cores "
+            f"({', '.join(f'{name}={value}' for name, value in extra.items())})",
+            flush=True,
+        )
+    code = run_until_interrupted(launch.command, extra)
     if code and VLLM in launch.command and (problem := vllm_import_problem()) is not None:
         raise SurgeryError(f"vLLM is installed but does not start: {problem}")
     sys.exit(code)
@@ -235,10 +246,33 @@ def vllm_import_problem() -> str | None:
     seconds; else None.
     """
     done = subprocess.run([sys.executable, "-c", IMPORT_VLLM], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    lines = done.stdout.strip().splitlines()
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"importing vllm ends its process with code {done.returncode}"]
-    return lines[-1] if lines else None
+    if not done.returncode:
+        return None
+    lines = done.stderr.strip().splitlines() or [f"importing vllm ends its process with code {done.returncode}"]
+    return lines[-1]
+
+
+def process_environment(words: list[str]) -> dict[str, str]:
+    """Return the variables that vLLM's build for CPUs needs for the processes that the user's words ask for.
+
+    It binds each process to the cores of a memory node of its own, and stops if there are fewer nodes than processes.
+    Then no process is bound, and they share the cores. {} if the user has set the binding, and for other builds.
+    """
+    count, nodes = process_count(words), len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
+    if count <= max(nodes, 1) or not is_cpu_build() or BINDING in os.environ:
+        return {}
+    threads = os.environ.get(THREADS) or str(max(1, (os.cpu_count() or 1) // count))
+    return {BINDING: "nobind", THREADS: threads}
+
+
+def process_count(words: list[str]) -> int:
+    """Return the number of processes for a model by vLLM's options; 1 where they say nothing that is a number."""
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("--tensor-parallel-size", "--tensor_parallel_size", "-tp", type=int, default=1)
+    try:
+        return int(parser.parse_known_args(words)[0].tensor_parallel_size)
+    except argparse.ArgumentError:  # vLLM says what is wrong
+        return 1
 
 
 def transformers_can_serve() -> bool:
@@ -246,9 +280,9 @@ def transformers_can_serve() -> bool:
     return all(find_spec(name) is not None for name in ("fastapi", "uvicorn", "openai"))
 
 
-def run_until_interrupted(command: list[str]) -> int:
+def run_until_interrupted(command: list[str], extra: dict[str, str] | None = None) -> int:
     """Run a server until it ends or this process gets Ctrl-C (SIGINT) or SIGTERM; return its exit code, 0 after a
-    signal.
+    signal. extra: environment variables besides those of this process.
 
     The server has a session of its own, so that Ctrl-C in a terminal reaches it once, from here. Processes that it
     leaves behind are killed.
@@ -277,7 +311,8 @@ def run_until_interrupted(command: list[str]) -> int:
     # too.
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        server = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
+        environment = {**os.environ, **(extra or {})}
+        server = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, env=environment)
         if signals:
             interrupt()
         code = server.wait()

@@ -48,8 +48,11 @@ class GuardedLinear(nn.Linear):
         """Return the linear map of x: (.., in) -> (.., out)."""
         return F.linear(x, self.weight[0], self.bias)
 
-    def product_by_cores(self, x: Tensor, multiply: Callable[[str, Tensor], Tensor]) -> Tensor:
-        """Return the linear map of x without the bias. multiply(name, x): the product of the weight with x (.., in)."""
+    def product_by_cores(
+        self, x: Tensor, multiply: Callable[[str, Tensor], Tensor], tables: Mapping[str, Any]
+    ) -> Tensor:
+        """Return the linear map of x without the bias. multiply(name, x): the product of the weight with x (.., in).
+        tables: of indices, of which there are none."""
         return multiply("weight", x)
 
     def dense(self) -> Tensor:

@@ -13,7 +13,7 @@ there, rank 1 includes every Kronecker product of a (a x c) and a (b x d) matrix
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -284,9 +284,11 @@ class BTTLinear(StructuredLinear):
         y: Tensor = run(x, *self.right_and_left(), None, self.out_features)
         return y
 
-    def product_by_cores(self, x: Tensor, multiply: Callable[[str, Tensor, int], Tensor]) -> Tensor:
+    def product_by_cores(
+        self, x: Tensor, multiply: Callable[[str, Tensor, int], Tensor], tables: Mapping[str, Any]
+    ) -> Tensor:
         """Return B x (..., O), without the bias. multiply(name, x, groups): the products of a core's matrices with the
-        parts of x (..., groups * K)."""
+        parts of x (..., groups * K). tables: of indices, of which this structure has none."""
         (b, c), (a, d) = self.config.blocks, self.block_shape(self.config, self.out_features, self.in_features)
         x = F.pad(x, (0, c * d - self.in_features)) if c * d != self.in_features else x
         z = multiply("right", x, c).unflatten(-1, (c, b, -1)).transpose(-3, -2).flatten(-3)

@@ -7,7 +7,7 @@ Input whitening: SVD-LLM (Wang et al. 2024), CorDA; two-sided: K-FAC-weighted SV
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -180,8 +180,11 @@ class LowRankLinear(StructuredLinear):
         right, left = self.right_and_left()
         return F.linear(F.linear(x, right), left[0])
 
-    def product_by_cores(self, x: Tensor, multiply: Callable[[str, Tensor], Tensor]) -> Tensor:
-        """Return B x (..., O), without the bias. multiply(name, x): the product of a core with x (..., K)."""
+    def product_by_cores(
+        self, x: Tensor, multiply: Callable[[str, Tensor], Tensor], tables: Mapping[str, Any]
+    ) -> Tensor:
+        """Return B x (..., O), without the bias. multiply(name, x): the product of a core with x (..., K). tables:
+        of indices, of which this structure has none."""
         return multiply("weight", multiply("right", x))
 
     def forward(self, x: Tensor) -> Tensor:

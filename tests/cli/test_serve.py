@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,15 @@ def test_a_head_of_another_name_is_not_for_vllm(checkpoints, both, tmp_path):
     convert(str(checkpoints("gpt_neox")), make_recipe(structure="low_rank"), tmp_path / "neox")
     with pytest.raises(SurgeryError, match="whose head has the name embed_out"):
         serving.choose_server(open_converted_checkpoint(str(tmp_path / "neox")), "vllm", ADDRESS)
+
+
+def test_a_model_that_scales_its_logits_is_not_for_vllm(out, both):
+    source = open_converted_checkpoint(str(out / "btt"))
+    granite = {**source.config, "architectures": ["GraniteForCausalLM"], "logits_scaling": 1.0}
+    assert "with vLLM" in serving.choose_server(replace(source, config=granite), "vllm", ADDRESS).reason
+    scaled = replace(source, config={**granite, "logits_scaling": 8.0})
+    with pytest.raises(SurgeryError, match=r"scales its logits \(logits_scaling: 8\.0 in config\.json\)"):
+        serving.choose_server(scaled, "vllm", ADDRESS)
 
 
 def test_without_any_server_it_says_what_to_install(out, monkeypatch):
@@ -215,10 +225,44 @@ def test_a_vllm_that_cannot_be_imported_is_named(tmp_path, monkeypatch):
     assert "importing vllm failed (ImportError: libcudart.so.12: cannot open" in said and "Install vllm again" in said
 
 
+def test_a_vllm_that_logs_while_it_is_imported_is_not_broken(monkeypatch):
+    monkeypatch.setattr(serving, "IMPORT_VLLM", "print('INFO: Triton is not installed')")
+    assert serving.vllm_import_problem() is None
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        ([], 1),
+        (["--tensor-parallel-size", "2"], 2),
+        (["--max-num-seqs", "8", "--tensor_parallel_size=4"], 4),
+        (["-tp", "3"], 3),
+        (["-tp", "many"], 1),
+    ],
+    ids=str,
+)
+def test_processes_of_vllm_are_counted(words, count):
+    assert serving.process_count(words) == count
+
+
+def test_processes_without_a_memory_node_each_share_the_cores(monkeypatch):
+    many = ["--tensor-parallel-size", "1000"]
+    monkeypatch.setattr(serving, "is_cpu_build", lambda: True)
+    monkeypatch.delenv(serving.BINDING, raising=False)
+    monkeypatch.delenv(serving.THREADS, raising=False)
+    assert serving.process_environment(many) == {serving.BINDING: "nobind", serving.THREADS: "1"}
+    assert serving.process_environment([]) == {}
+    monkeypatch.setenv(serving.BINDING, "0|1")
+    assert serving.process_environment(many) == {}
+    monkeypatch.delenv(serving.BINDING)
+    monkeypatch.setattr(serving, "is_cpu_build", lambda: False)
+    assert serving.process_environment(many) == {}
+
+
 def test_a_server_that_fails_is_asked_whether_vllm_can_be_imported(out, both, monkeypatch, capsys):
     from surgery.cli.main import main
 
-    monkeypatch.setattr(serving, "run_until_interrupted", lambda command: 1)
+    monkeypatch.setattr(serving, "run_until_interrupted", lambda command, extra: 1)
     for problem, code in (("importing vllm failed", 2), (None, 1)):
         monkeypatch.setattr(serving, "vllm_import_problem", lambda problem=problem: problem)
         with pytest.raises(SystemExit) as left:

@@ -67,11 +67,11 @@ def converted(source: Path, out: Path, **recipe) -> Path:
     return out
 
 
-def quantized(source: Path, out: Path, bits: int) -> Path:
-    """Store the linears of a converted checkpoint as integers."""
+def quantized(source: Path, out: Path, bits: int, format: str = "int") -> Path:
+    """Store the linears of a converted checkpoint as integers, or in FP8."""
     from surgery.conversion.quantize_checkpoint import quantize
 
-    quantize(str(source), out, bits)
+    quantize(str(source), out, bits, format=format)
     return out
 
 

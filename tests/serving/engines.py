@@ -93,6 +93,20 @@ def check_equal(outputs: list[Any], wanted: list[tuple[list[int], list[float]]])
             assert abs(chosen[token].logprob - score) < LARGEST_GAP
 
 
+def gaps_of_equal_tokens(outputs: list[Any], wanted: list[tuple[list[int], list[float]]]) -> list[float]:
+    """Return how much log probabilities differ from those of transformers, of each output's tokens before the first other
+    one.
+    """
+    gaps = []
+    for output, (tokens, scores) in zip(outputs, wanted, strict=True):
+        got = output.outputs[0]
+        for found, token, chosen, score in zip(got.token_ids, tokens, got.logprobs, scores, strict=True):
+            if found != token:
+                break
+            gaps.append(abs(chosen[token].logprob - score))
+    return gaps
+
+
 def preemptions(llm: Any) -> int:
     """Return how often the engine has dropped a running request to make room."""
     return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")

@@ -19,7 +19,7 @@ from surgery.vllm.servable import check_mixer
 SHAPE = AttentionShape(dim=24, heads=4, groups=2, key=8, value=8, scaling=0.35, rotary=8)
 RECIPES = (
     *("log-linear", "log-linear-gdn", "log-linear-mamba2", "hybrid-25", "gated-deltanet", "ssd", "retnet", "tbm"),
-    *("lolcats", "hedgehog"),
+    *("lolcats", "hedgehog", "block-diagonal-mask"),
 )
 GATED = {"mixer": "linear", "mask": {"name": "gates"}, "scores": "delta"}
 OTHERS = {  # what no shipped recipe combines

@@ -208,6 +208,66 @@ def test_parts_with_different_bits_or_none_lie_in_one_tensor_of_bytes():
     torch.testing.assert_close(torch.compile(packed.__call__, backend="eager", fullgraph=True)(flats, x), wanted)
 
 
+FP8_PARTS = {
+    "low_rank": (Storage(8, format="fp8"), Storage(8, format="fp8")),
+    "pivoted_low_rank": (Storage(8, format="fp8"), Storage(8, format="fp8")),
+    "btt": (Storage(8, format="fp8"), Storage(8, format="fp8")),
+    "monarch": (Storage(8, format="fp8"), Storage(8, format="fp8")),
+    "dense": (Storage(8, format="fp8"), None),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("structure", FP8_PARTS)
+def test_parts_in_fp8_round_their_inputs_as_their_modules_do(structure, dtype):
+    """Bit for bit, and unlike the product of the stored values without rounded inputs."""
+    torch.manual_seed(0)
+    outs, x = (32, 16), torch.randn(2, 3, IN, dtype=dtype)
+    specs = [entry(structure, out) for out in outs]
+    modules = [random_module(spec).to(dtype) for spec in specs]
+    modules = [m if s is None else quantize_module(m, s) for m, s in zip(modules, FP8_PARTS[structure])]
+    stored = [spec if s is None else quantized_entry(spec, s) for spec, s in zip(specs, FP8_PARTS[structure])]
+    packed = PackedLinear(stored, IN, outs, dtype)
+    flats = fill(packed, modules)
+    packed.check_complete("layer", flats)
+    with torch.no_grad():
+        found, wanted = packed(flats, x), torch.cat([module(x) for module in modules], -1)
+        assert torch.equal(found, wanted)
+        plain = x @ modules[0].dense().mT
+        assert float((found[..., :32] - plain).norm() / plain.norm()) > 1e-3
+        torch.compiler.reset()
+        assert torch.equal(torch.compile(packed.__call__, backend="eager", fullgraph=True)(flats, x), wanted)
+    with pytest.raises(
+        SurgeryError, match=r"is torch\.float32 in the checkpoint, and torch\.float8_e4m3fn by its table"
+    ):
+        packed.copy_part(flats["weight"], "weight", 0, torch.zeros(packed.shapes[0]["weight"]))
+
+
+def test_joined_and_split_parts_in_fp8():
+    torch.manual_seed(0)
+    storage, outs, x = Storage(8, format="fp8"), (32, 16, 16), torch.randn(5, IN)
+    specs = joined_entries("low_rank", outs)
+    specs[0]["matrix"] = quantized_entry(specs[0]["matrix"], storage)
+    modules = [build_module(spec, "cpu") for spec in specs]
+    modules[0].joined = quantize_module(random_module(joined_entries("low_rank", outs)[0]["matrix"]), storage)
+    connect_joined(dict(zip(("q", "k", "v"), modules)))
+    packed = PackedLinear(specs, IN, outs, torch.float32)
+    with torch.no_grad():
+        assert torch.equal(packed(fill(packed, modules), x), torch.cat([module(x) for module in modules], -1))
+
+
+def test_fp8_is_cut_along_outputs_only():
+    torch.manual_seed(0)
+    storage, x = Storage(8, format="fp8"), torch.randn(5, IN)
+    module = quantize_module(random_module(entry("low_rank", 32)), storage)
+    stored = quantized_entry(entry("low_rank", 32), storage)
+    packed = [PackedLinear([stored], IN, (32,), torch.float32, Shard(rank, 2, "out")) for rank in range(2)]
+    with torch.no_grad():
+        assert torch.equal(torch.cat([p(fill(p, [module]), x) for p in packed], -1), module(x))
+    with pytest.raises(SurgeryError, match="low_rank matrix stored in fp8 is not cut along its inputs"):
+        PackedLinear([stored], IN, (32,), torch.float32, Shard(0, 2, "in"))
+
+
 def test_a_joined_linear_alone_in_its_layer():
     outs = (32, 16, 16)
     specs, x = joined_entries("btt", outs), torch.randn(5, IN)

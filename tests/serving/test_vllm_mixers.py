@@ -26,6 +26,7 @@ RECIPES = (
     "tbm",
     "lolcats",
     "hedgehog",
+    "block-diagonal-mask",
 )
 TOKENS = 16
 LONG = {"shared": 300, "longest": 20}

@@ -1,5 +1,5 @@
 """`surgery serve` with vLLM: its OpenAI endpoint on the loopback address with two clients at once, a cancelled request,
-and Ctrl-C.
+Ctrl-C, and two processes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -39,15 +41,15 @@ def out(tmp_path_factory) -> Path:
     )
 
 
-@pytest.fixture(scope="module")
-def server(out, tmp_path_factory):
+@contextmanager
+def running(out: Path, log: Path, *more: str) -> Iterator[tuple[subprocess.Popen, str, str]]:
+    """A server of the checkpoint: its process, its address, and what it has said until it was up."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("log") / "server.log"
     words = ["serve", str(out), "--port", str(port), "--max-model-len", "512", "--dtype", "float32", "--eager"]
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "surgery", *words]
+    command = [sys.executable, "-m", "surgery", *words, *more]
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
     address, start = f"http://127.0.0.1:{port}", time.monotonic()
@@ -57,12 +59,20 @@ def server(out, tmp_path_factory):
             break
         except OSError:
             time.sleep(1)
-    text = log.read_text()
-    assert process.poll() is None, text[-3000:]
-    yield process, address, text
-    if process.poll() is None:
-        process.kill()
-        process.wait()
+    try:
+        text = log.read_text()
+        assert process.poll() is None, text[-3000:]
+        yield process, address, text
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(out, tmp_path_factory):
+    with running(out, tmp_path_factory.mktemp("log") / "server.log") as started:
+        yield started
 
 
 def ask(address: str, body: dict) -> urllib.request.Request:
@@ -76,17 +86,21 @@ def completion(address: str, model: str, prompt: list[int], tokens: int) -> str:
         return json.load(answer)["choices"][0]["text"]
 
 
-def test_two_clients_at_once_get_the_text_of_transformers(server, out):
+def check_texts(out: Path, address: str, prompts: list[list[int]]) -> None:
+    """Check that two clients at once get the text of transformers."""
     from transformers import AutoTokenizer
 
-    _, address, text = server
-    assert "with vLLM, which is installed" in text
-    prompts = ragged_prompts(4)
     tokenizer = AutoTokenizer.from_pretrained(out)
     wanted = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens, _ in apart(expected, out, prompts, 12)]
     with ThreadPoolExecutor(2) as clients:
         found = list(clients.map(lambda prompt: completion(address, str(out), prompt, 12), prompts))
     assert found == wanted
+
+
+def test_two_clients_at_once_get_the_text_of_transformers(server, out):
+    _, address, text = server
+    assert "with vLLM, which is installed" in text
+    check_texts(out, address, ragged_prompts(4))
 
 
 def test_a_cancelled_stream_does_not_disturb_the_next_request(server, out):
@@ -114,3 +128,9 @@ def test_ctrl_c_ends_the_server_and_its_processes(server):
     assert not any(Path(f"/proc/{child}").exists() for child in children)
     with pytest.raises(OSError):
         urllib.request.urlopen(f"{address}/health", timeout=5)
+
+
+def test_two_processes_give_the_text_of_transformers(out, tmp_path):
+    """The build for CPUs binds each process to a memory node, of which there may be one."""
+    with running(out, tmp_path / "server.log", "--", "--tensor-parallel-size", "2") as (_, address, _):
+        check_texts(out, address, ragged_prompts(4))

@@ -10,16 +10,19 @@ In bidirectional attention a query reads the sum of k v^T of its whole block.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from surgery.core.errors import SurgeryError
 from surgery.mixers.base import AttentionShape
-from surgery.mixers.masks.base import MASKS, MaskInputs, MaskState, Signals
+from surgery.mixers.masks.base import MASKS, Mask, MaskInputs, MaskState, Signals
 from surgery.mixers.masks.chunking import ChunkLayout, upcast_inputs
 from surgery.mixers.masks.semiseparable import Semiseparable
+
+if TYPE_CHECKING:
+    from surgery.mixers.common.packed_pieces import PackedPieces
 
 LOG_OF_ZERO = -1e4  # exp of it is 0 also in float64, and sums and differences of it are exact, unlike those of -inf
 
@@ -72,3 +75,8 @@ class BlockDiagonalMask(Semiseparable):
         layout = ChunkLayout.unaligned(rows.start_B, rows.v_BGTV.shape[2], self.config.block)
         sums_BGNFV = layout.to_chunks(rows.k_BGTF, 2).mT @ layout.to_chunks(rows.v_BGTV, 2)
         return layout.from_chunks(layout.to_chunks(rows.q_BGJTF, 3) @ sums_BGNFV.unsqueeze(2), 3), None
+
+    def packed(self, row: MaskInputs, pieces: PackedPieces, state: MaskState, chunk: int) -> tuple[Tensor, MaskState]:
+        """Return (out_BGJTV, state after the pieces) of pieces of several sequences in one row: as rows, because gates
+        depend on positions in a block."""
+        return Mask.packed(self, row, pieces, state, chunk)
