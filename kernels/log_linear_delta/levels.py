@@ -239,27 +239,50 @@ def level_down(
 
 
 class PassedChunk(NamedTuple):
-    """A chunk that states pass through: k and w (C, K), gates behind each token and of the whole chunk; rows_V: values
-    in the block, 0 if the row has no such chunk."""
+    """A chunk that states pass through: k and w (C, K), gates behind each token and of the whole chunk; here: whether
+    the row has such a chunk."""
 
     k_CK: tl.tensor
     w_CK: tl.tensor
     to_end_C: tl.tensor
     total: tl.tensor
-    rows_V: tl.tensor
+    here: tl.tensor
+
+
+@triton.jit
+def load_passed_chunk(
+    k, w, c, row, n, chunks, g, G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
+    """Return (the row's n-th chunk, its place in the buffers). A chunk that the row does not have leaves states as they
+    are.
+    """
+    at_C = tl.arange(0, C)
+    here = (n >= 0) & (n < chunks)
+    at = (row.base + tl.where(here, n, 0)) * G + g
+    t_C, here_C = chunk_tokens(n, row, C)
+    k_CK = load_tile(k.ptr + row.batch * k.b + g * k.g, t_C, k.t, here_C, K, 0, BK)
+    w_CK = load_matrix(w + at * C * K, tl.where(here, C, 0), K, 0, C, BK)
+    hi, lo = c + at * 2 * C, c + at * 2 * C + C
+    end_hi, end_lo = tl.load(hi + C - 1, mask=here, other=0.0), tl.load(lo + C - 1, mask=here, other=0.0)
+    log_C = (end_hi - tl.load(hi + at_C, mask=here_C, other=0.0)) + (
+        end_lo - tl.load(lo + at_C, mask=here_C, other=0.0)
+    )
+    return PassedChunk(k_CK, w_CK, tl.exp(tl.minimum(log_C, 0.0)), tl.exp(end_hi + end_lo), here), at
 
 
 @triton.jit
 def pass_chunk(
-    s_VK, u_VC, chunk, kept, passed, PASSED: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    s_VK, u_VC, chunk, rows_V, kept, passed, PASSED: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Return gamma S + K^T e (u - w S), and store S^T and, if PASSED, (-e w S)^T. u: the chunk's own or zeros."""
+    """Return gamma S + K^T e (u - w S), and store S^T and, if PASSED, (-e w S)^T. u: the chunk's own or zeros. rows_V:
+    values in the block, 0 if the row has no such chunk.
+    """
     half_VK = s_VK.to(chunk.k_CK.dtype)
-    store_matrix(kept, chunk.rows_V, K, 0, half_VK, BV, BK)
+    store_matrix(kept, rows_V, K, 0, half_VK, BV, BK)
     x_VC = tl.dot(half_VK, tl.trans(chunk.w_CK), input_precision=P) * -chunk.to_end_C[None, :]
     if PASSED:
-        store_matrix(passed, chunk.rows_V, C, 0, x_VC, BV, C)
+        store_matrix(passed, rows_V, C, 0, x_VC, BV, C)
     x_VC += u_VC * chunk.to_end_C[None, :]
     return tl.dot(x_VC.to(chunk.k_CK.dtype), chunk.k_CK, s_VK * chunk.total, input_precision=P)
 
@@ -281,42 +304,28 @@ def lowest_levels(
     r, i = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS
     g, at_v = tl.program_id(1).to(tl.int64), tl.program_id(2) * BV
     row = load_row(rows, r, WIDTH)
-    batch, start = row.batch, row.start
-    a0, chunks = first_chunk(start, top, C), count_chunks(row, C)
+    a0, chunks = first_chunk(row.start, top, C), count_chunks(row, C)
     first = (((a0 >> 2) + i) << 2) - a0
     if first >= chunks:
         return
-    at_C = tl.arange(0, C)
     a_VK = tl.zeros([BV, BK], tl.float32)
     b_VK = tl.zeros([BV, BK], tl.float32)
     for step in tl.static_range(4):
-        n = first + step
-        here = (n >= 0) & (n < chunks)
-        at = (row.base + tl.where(here, n, 0)) * G + g
-        t_C, here_C = chunk_tokens(n, row, C)
-        k_CK = load_tile(k.ptr + batch * k.b + g * k.g, t_C, k.t, here_C, K, 0, BK)
-        rows_V = tl.where(here, V - at_v, 0)
+        chunk, at = load_passed_chunk(k, w, c, row, first + step, chunks, g, G, K, C, BK)
+        rows_V = tl.where(chunk.here, V - at_v, 0)
         at_s, at_x = (at * V + at_v) * K, (at * V + at_v) * C
-        w_CK = load_matrix(w + at * C * K, tl.where(here, C, 0), K, 0, C, BK)
         u_VC = load_matrix(u + (at * V + at_v) * C, rows_V, C, 0, BV, C).to(tl.float32)
-        hi, lo = c + at * 2 * C, c + at * 2 * C + C
-        end_hi, end_lo = tl.load(hi + C - 1, mask=here, other=0.0), tl.load(lo + C - 1, mask=here, other=0.0)
-        log_C = (end_hi - tl.load(hi + at_C, mask=here_C, other=0.0)) + (
-            end_lo - tl.load(lo + at_C, mask=here_C, other=0.0)
-        )
-        to_end_C, total = tl.exp(tl.minimum(log_C, 0.0)), tl.exp(end_hi + end_lo)
-        chunk = PassedChunk(k_CK, w_CK, to_end_C, total, rows_V)
         if step == 0:
-            a_VK = tl.dot((u_VC * to_end_C[None, :]).to(k_CK.dtype), k_CK, input_precision=P)
+            a_VK = tl.dot((u_VC * chunk.to_end_C[None, :]).to(chunk.k_CK.dtype), chunk.k_CK, input_precision=P)
         if step == 1:
-            a_VK = pass_chunk(a_VK, u_VC, chunk, kept[0] + at_s, passed[0] + at_x, PASSED, K, C, BK, BV, P)
+            a_VK = pass_chunk(a_VK, u_VC, chunk, rows_V, kept[0] + at_s, passed[0] + at_x, PASSED, K, C, BK, BV, P)
         if step >= 2:
             none_VC = tl.zeros([BV, C], tl.float32)
-            a_VK = pass_chunk(a_VK, none_VC, chunk, kept[1] + at_s, passed[1] + at_x, PASSED, K, C, BK, BV, P)
+            a_VK = pass_chunk(a_VK, none_VC, chunk, rows_V, kept[1] + at_s, passed[1] + at_x, PASSED, K, C, BK, BV, P)
         if step == 2:
-            b_VK = tl.dot((u_VC * to_end_C[None, :]).to(k_CK.dtype), k_CK, input_precision=P)
+            b_VK = tl.dot((u_VC * chunk.to_end_C[None, :]).to(chunk.k_CK.dtype), chunk.k_CK, input_precision=P)
         if step == 3:
-            b_VK = pass_chunk(b_VK, u_VC, chunk, kept[0] + at_s, passed[0] + at_x, PASSED, K, C, BK, BV, P)
+            b_VK = pass_chunk(b_VK, u_VC, chunk, rows_V, kept[0] + at_s, passed[0] + at_x, PASSED, K, C, BK, BV, P)
     segment = tl.load(rows + r * WIDTH + 6) + i
     store_matrix(state + ((segment * G + g) * V + at_v) * K, V - at_v, K, 0, a_VK + b_VK, BV, BK)
 

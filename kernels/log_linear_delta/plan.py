@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from surgery.kernels.gated_delta.layout import DeltaPlan
@@ -26,10 +27,15 @@ from surgery.kernels.log_linear_delta.levels import (
     level_up,
     lowest_levels,
 )
+from surgery.kernels.log_linear_delta.slots import LOG_GROUP, Segments, group_slots, join_slots, read_slots
 
 # Shares of the free memory for the states S that chunks read at one level. Levels whose states do not fit together are
 # taken in groups. The backward keeps S, dS', x and dx, so its share of S is smaller.
 FORWARD_MEMORY_SHARE, BACKWARD_MEMORY_SHARE = 1 / 6, 1 / 24
+
+
+# Bytes of a transition (K, K) up to which `read_slots` holds it in shared memory beside its other tiles, on any GPU.
+MOST_TRANSITION_BYTES = 32 * 1024
 
 
 @dataclass(frozen=True)
@@ -128,6 +134,9 @@ class LogLinearDeltaPlan(DeltaPlan):
     # -- forward -------------------------------------------------------------------------------------------
     def forward(self) -> tuple[Tensor, Tensor | None]:
         """Return (out_BGJTV, the buckets behind the tokens, None without buckets)."""
+        if self.has_slots:
+            t = launch_wy_forward(self)
+            return self.read_slots(t, self.build_slots(t)), None
         t, state = self.prepare()
         after = None if self.bucket_lRGKV is None else torch.zeros_like(self.bucket_lRGKV)
         groups = self.groups(FORWARD_MEMORY_SHARE)
@@ -138,6 +147,56 @@ class LogLinearDeltaPlan(DeltaPlan):
             state = self.climb(t, group, state, states, after=after)
             self.read(t, group, states, out)
         return out.to(self.v.dtype), after
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether the forward reads slots (kernels/log_linear_delta/slots.py) instead of passing states through every
+        level: for rows without a past, where a transition (K, K) fits into a program and is at most twice a state.
+
+        Beyond twice a state, the products with transitions outweigh the passes through chunks that they save.
+        """
+        s = self.sizes
+        size = s.block_k**2 * self.v.element_size()
+        return self.bucket_lRGKV is None and size <= MOST_TRANSITION_BYTES and s.K <= 2 * s.V
+
+    def segments(self, entries: int, dtype: torch.dtype) -> Segments:
+        """Return uninitialized `Segments`."""
+        s, device = self.sizes, self.k.device
+        x = torch.empty(entries, s.G, s.V + s.K, s.K, dtype=dtype, device=device)
+        return Segments(x, torch.empty(entries, s.G, dtype=torch.float32, device=device))
+
+    def build_slots(self, t: WYTerms) -> Segments:
+        """Return the slots of all chunks: those of groups of chunks in one launch, then one launch for each level."""
+        s = self.sizes
+        slots = self.segments(s.most[0], s.dtype)
+        if self.levels == 0:
+            return slots
+        blocks = s.blocks + -(-s.K // s.block)
+        groups, is_whole = ((s.N - 1) >> LOG_GROUP) + 2, self.levels > LOG_GROUP + 1
+        whole = self.segments(s.most[LOG_GROUP], torch.float32) if is_whole else slots
+        group_slots[(s.R * groups, s.G, blocks)](
+            GroupTensor.from_tensor(self.k), (t.w, t.u, t.c), s.table, slots, whole, self.top, groups, **s.kernel,
+            LOG_GROUP=LOG_GROUP, WHOLE=is_whole, num_warps=4, num_stages=2,
+        )  # fmt: skip
+        for level in range(LOG_GROUP, self.levels - 1):
+            (rows, groups, _), pairs = self.grid(level)
+            parents = self.segments(s.most[level + 1], torch.float32)
+            join_slots[(rows, groups, blocks)](
+                s.table, whole, parents, slots, level, self.top, pairs, **s.kernel, num_warps=4, num_stages=1
+            )
+            whole = parents
+        return slots
+
+    def read_slots(self, t: WYTerms, slots: Segments) -> Tensor:
+        """Return out_BGJTV."""
+        s = self.sizes
+        out = torch.empty(*self.q.shape[:4], s.V, dtype=self.v.dtype, device=self.k.device)
+        block = min(128, max(16, triton.next_power_of_2(s.V)))  # all values, since each block repeats the queries' way
+        read_slots[(s.R * s.N, s.G * s.J, -(-s.V // block))](
+            *self.inputs, s.table, (t.c, t.y, t.w), slots, out, self.top, self.q.shape[3], s.N, s.J,
+            **self.level_options | {"BV": block}, num_warps=4, num_stages=1,
+        )  # fmt: skip
+        return out
 
     def prepare(self) -> tuple[WYTerms, Tensor | None]:
         """Return (the WY form of every chunk, the chunks' own states, None if `lowest_levels` computes them)."""

@@ -136,6 +136,7 @@ TREES = [  # B, G, J, T, F, V, shared; levels; starts; gates
     ((1, 1, 1, 100, 16, 17, True), 12, (0,), "extreme"),
     ((2, 1, 1, 40, 16, 16, True), 12, (21, 1009), "mild"),
     ((1, 1, 2, 70, 24, 16, False), 3, (0,), "mild"),
+    ((1, 1, 1, 600, 16, 16, False), 12, (1_105,), "mild"),  # segments of more than eight chunks
 ]
 
 
@@ -175,6 +176,7 @@ def test_levels_in_groups(monkeypatch):
     monkeypatch.setattr(launch, "FORWARD_MEMORY_SHARE", 0)
     monkeypatch.setattr(launch, "BACKWARD_MEMORY_SHARE", 0)
     check_log_linear((1, 1, 1, 170, 16, 16, False), "mild", torch.float32, (0,), 5, chunk=32)
+    check_buckets((1, 1, 1, 100, 16, 16, False), torch.float32, (80,), (100,), chunk=32)
 
 
 @gpu
