@@ -360,17 +360,34 @@ def gather_gradients(
             u_VC = load_matrix(u + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
             ds_VX = load_matrix(down + (at * V + at_v) * K, V - at_v, K, first, BV, BX).to(half)
             dk_CX = tl.dot(tl.trans((u_VC * to_end_C[None, :]).to(half)), ds_VX, dk_CX, input_precision=P)
-    for lev in range(low, high):
-        if has_left(a0, n, lev, BUCKET):
-            for at_v in range(0, V, BV):
-                here = ((lev - low) * MOST.to(tl.int64) * G + at) * V + at_v
-                s_VX = load_matrix(states.kept + here * K, V - at_v, K, first, BV, BX)
-                ds_VX = load_matrix(states.dkept + here * K, V - at_v, K, first, BV, BX)
-                x_VC = load_matrix(states.passed + here * C, V - at_v, C, 0, BV, C)
-                y_VC = load_matrix(states.dpassed + here * C, V - at_v, C, 0, BV, C)
-                dk_CX = tl.dot(tl.trans(x_VC), ds_VX, dk_CX, input_precision=P)
-                dw_CX = tl.dot(tl.trans(y_VC), s_VX, dw_CX, input_precision=P)
-                both += tl.sum(s_VX.to(tl.float32) * ds_VX)
+    for j in range(J):
+        at_j = (at * J + j) * C * K
+        read_CX = load_matrix(read + at_j, C, K, first, C, BX)
+        dread_CX = tl.zeros([C, BX], tl.float32)
+        if ADD:
+            dread_CX += load_matrix(sums.dread + at_j, C, K, first, C, BX)
+        do_here = do.ptr + batch * do.b + g * do.g + (0 * g + j) * do.j
+        at_l = level.ptr + batch * level.b + t_C * level.t + g * level.g + (0 * g + j) * level.j
+        dlambda = sums.dlevel + ((batch * T + t_C) * G + g) * J * LAMBDAS + j * LAMBDAS
+        for lev in range(low, high):
+            if has_left(a0, n, lev, BUCKET):
+                seen_CX = tl.zeros([C, BX], tl.float32)
+                for at_v in range(0, V, BV):
+                    here = ((lev - low) * MOST.to(tl.int64) * G + at) * V + at_v
+                    s_VX = load_matrix(states.kept + here * K, V - at_v, K, first, BV, BX)
+                    do_CV = load_tile(do_here, t_C, do.t, here_C, V, at_v, BV)
+                    seen_CX = tl.dot(do_CV, s_VX, seen_CX, input_precision=P)
+                    if j == 0:
+                        ds_VX = load_matrix(states.dkept + here * K, V - at_v, K, first, BV, BX)
+                        x_VC = load_matrix(states.passed + here * C, V - at_v, C, 0, BV, C)
+                        y_VC = load_matrix(states.dpassed + here * C, V - at_v, C, 0, BV, C)
+                        dk_CX = tl.dot(tl.trans(x_VC), ds_VX, dk_CX, input_precision=P)
+                        dw_CX = tl.dot(tl.trans(y_VC), s_VX, dw_CX, input_precision=P)
+                        both += tl.sum(s_VX.to(tl.float32) * ds_VX)
+                which = lambda_at(start, lev, top, C, LOG_C, LAMBDAS)
+                dread_CX += seen_CX * tl.load(at_l + which * level.l, mask=here_C, other=0.0)[:, None]
+                tl.atomic_add(dlambda + which, tl.sum(seen_CX * read_CX, 1), mask=here_C, sem="relaxed")
+        store_matrix(sums.dread + at_j, C, K, first, dread_CX, C, BX)
     k_CX = load_tile(k.ptr + batch * k.b + g * k.g, t_C, k.t, here_C, K, first, BX)
     z_C = tl.sum(dk_CX * k_CX, 1)
     dc_C = tl.where(at_C == C - 1, total * both + tl.sum(z_C), 0.0) - z_C
@@ -382,30 +399,6 @@ def gather_gradients(
     store_matrix(sums.dk + at * C * K, C, K, first, dk_CX, C, BX)
     store_matrix(sums.dw + at * C * K, C, K, first, dw_CX, C, BX)
     tl.store(part, dc_C)
-    for j in range(J):
-        at_j = (at * J + j) * C * K
-        read_CX = load_matrix(read + at_j, C, K, first, C, BX)
-        dread_CX = tl.zeros([C, BX], tl.float32)
-        if ADD:
-            dread_CX += load_matrix(sums.dread + at_j, C, K, first, C, BX)
-        dlambda = sums.dlevel + ((batch * T + t_C) * G + g) * J * LAMBDAS + j * LAMBDAS
-        for lev in range(low, high):
-            if has_left(a0, n, lev, BUCKET):
-                here = ((lev - low) * MOST.to(tl.int64) * G + at) * V
-                seen_CX = tl.zeros([C, BX], tl.float32)
-                for at_v in range(0, V, BV):
-                    do_CV = load_tile(
-                        do.ptr + batch * do.b + g * do.g + (0 * g + j) * do.j, t_C, do.t, here_C, V, at_v, BV
-                    )
-                    s_VX = load_matrix(states.kept + (here + at_v) * K, V - at_v, K, first, BV, BX)
-                    seen_CX = tl.dot(do_CV, s_VX, seen_CX, input_precision=P)
-                which = lambda_at(start, lev, top, C, LOG_C, LAMBDAS)
-                at_l = (
-                    level.ptr + batch * level.b + t_C * level.t + g * level.g + (0 * g + j) * level.j + which * level.l
-                )
-                dread_CX += seen_CX * tl.load(at_l, mask=here_C, other=0.0)[:, None]
-                tl.atomic_add(dlambda + which, tl.sum(seen_CX * read_CX, 1), mask=here_C, sem="relaxed")
-        store_matrix(sums.dread + at_j, C, K, first, dread_CX, C, BX)
     if OWN & (first == 0):
         for at_v in range(0, V, BV):
             du_VC = tl.zeros([BV, C], tl.float32)

@@ -83,10 +83,10 @@ class LogLinearDeltaPlan(DeltaPlan):
     levels: int
     top: int
 
-    def state(self, level: int) -> Tensor:
-        """Return an uninitialized buffer (entries, G, V, K), float32, for the states of a level's segments."""
+    def state(self, level: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return an uninitialized buffer (entries, G, V, K) for the states of a level's segments."""
         s = self.sizes
-        return torch.empty(s.most[level], s.G, s.V, s.K, dtype=torch.float32, device=self.k.device)
+        return torch.empty(s.most[level], s.G, s.V, s.K, dtype=dtype, device=self.k.device)
 
     def grid(self, level: int) -> tuple[tuple[int, int, int], int]:
         """Return (the grid of a level, its pairs in a row at most)."""
@@ -270,12 +270,14 @@ class LogLinearDeltaPlan(DeltaPlan):
         dbucket = None if self.bucket_lRGKV is None else torch.zeros_like(self.bucket_lRGKV)
         sums = self._empty_sums()
         states = LevelStates(entry_states, passed, torch.empty_like(entry_states), torch.empty_like(passed))
+        # The gradients of chunks' own states are only operands of products, unless a row's first one is returned.
+        own = s.dtype if self.extra_RGKV is None else torch.float32
         down = None if self.levels else torch.zeros_like(self.state(0))
         for (low, high), start in zip(reversed(groups), reversed(starts)):
             if high < self.levels:  # the states of the last group are still there
                 self.climb(t, (low, high), start, entry_states, passed=passed)
             for level in range(high - 1, low - 1, -1):
-                above, down = down, self.state(level)
+                above, down = down, self.state(level, torch.float32 if level else own)
                 into, ending = (None if x is None else x[level] for x in (dbucket, dafter))
                 store = states.dkept[level - low], states.dpassed[level - low]
                 self.down(level, t, (read, do), PairBuffers(down, above, into, ending), store)
@@ -322,7 +324,8 @@ class LogLinearDeltaPlan(DeltaPlan):
         s, wide = self.sizes, torch.float32
         dlevel = torch.zeros(self.level.shape, dtype=wide, device=self.k.device)
         matrices = s.buffer(s.C, s.K, dtype=wide), s.buffer(s.C, s.K), s.buffer(s.V, s.C)
-        return GatheredGradients(*matrices, s.buffer(s.J, s.C, s.K), dlevel, s.buffer(self.parts, s.C, dtype=wide))
+        dc = s.buffer(self.parts, s.C, dtype=wide).zero_()  # `gather_gradients` may store fewer parts
+        return GatheredGradients(*matrices, s.buffer(s.J, s.C, s.K), dlevel, dc)
 
     def _gather(
         self, group: tuple[int, int], t: WYTerms, reads: tuple[Tensor, Tensor], states: LevelStates, down: Tensor,
@@ -331,10 +334,14 @@ class LogLinearDeltaPlan(DeltaPlan):
         """Run `gather_gradients` on all chunks. reads: (R, d_out)."""
         s, (low, high), (read, do) = self.sizes, group, reads
         flags = {"BUCKET": self.bucket_lRGKV is not None, "ADD": high < self.levels, "OWN": low == 0}
-        gather_gradients[(s.R * s.N, s.G, self.parts - 1)](
+        block, warps = s.features, 4
+        if s.block_k == 128 and s.dtype != torch.float32:  # x, y and d_out are read once
+            block, warps = 128, 8
+        tiles = {"BX": block, "BV": min(32, s.wide_block), "num_warps": warps}
+        gather_gradients[(s.R * s.N, s.G, -(-s.K // block))](
             GroupTensor.from_tensor(self.k), HeadTensor.from_tensor(do), LevelTensor.from_tensor(self.level), s.table,
             t.c, t.u, read, states, sums, down, low, high, self.top, self.q.shape[3], s.N, s.J, s.most[0],
-            **self.level_options | s.wide_kernel, BX=s.features, PARTS=self.parts, **flags, num_warps=4, num_stages=1,
+            **self.level_options | tiles, PARTS=self.parts, **flags, num_stages=1,
         )  # fmt: skip
 
     def _chunk_gradients(self, do: Tensor, t: WYTerms, sums: GatheredGradients) -> tuple[Tensor, Tensor, Tensor]:

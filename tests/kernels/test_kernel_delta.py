@@ -145,6 +145,11 @@ def test_log_linear_delta(shape, levels, starts, gates):
     check_log_linear(shape, gates, torch.float32, starts, levels, chunk=32)
 
 
+def test_log_linear_delta_in_half_precision():
+    """Tiles of 128 features, and two query heads; the interpreter multiplies no bfloat16."""
+    check_log_linear((1, 1, 2, 200, 72, 40, False), "mild", torch.float16, (0,))
+
+
 LARGE = [320, 512, 1024]  # features of heads of 80, 128 and 256 dims with both forms of RoPE and Hedgehog
 # The interpreter multiplies no bfloat16.
 LARGE_DTYPE = {320: torch.float32, 512: torch.float32, 1024: torch.float16}
