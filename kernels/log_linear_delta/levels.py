@@ -85,6 +85,16 @@ class PairEnds(NamedTuple):
 
 
 @triton.jit
+def program_part(PARTS, BLOCKS: tl.constexpr):
+    """Return (row, part of the row, block) of the program, from the first axis of the grid (rows x PARTS x BLOCKS).
+
+    Blocks of one part read the same k and w. Side by side in the grid they run together and find them in the L2 cache.
+    """
+    part = tl.program_id(0) // BLOCKS
+    return part // PARTS, part % PARTS, tl.program_id(0) % BLOCKS
+
+
+@triton.jit
 def first_chunk(start, top, C: tl.constexpr):
     """Return the absolute number of the row's first chunk without the bits from `top` on, of which at most one changes
     within a row.
@@ -129,13 +139,13 @@ def level_up(
     BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr,
     PASSED: tl.constexpr, BUCKET: tl.constexpr, AFTER: tl.constexpr, PARENT: tl.constexpr,
 ):  # fmt: skip
-    """Pass the left state of one pair of level `lev` through the right segment. Grid: (R x PAIRS, G, blocks of values).
+    """Pass the left state of one pair of level `lev` through the right segment. Grid: (R x PAIRS x blocks of values, G).
 
     k: `GroupTensor`; ends: `PairEnds`. Stores S^T and, if PASSED, x^T of each chunk. BUCKET: rows resume from buckets.
     AFTER: store the bucket of this level behind the row. PARENT: store the pair's state.
     """
-    r, i = tl.program_id(0) // PAIRS, tl.program_id(0) % PAIRS
-    g, at_v = tl.program_id(1).to(tl.int64), tl.program_id(2) * BV
+    r, i, block = program_part(PAIRS, (V + BV - 1) // BV)
+    g, at_v = tl.program_id(1).to(tl.int64), block * BV
     row = load_row(rows, r, WIDTH)
     batch, start = row.batch, row.start
     a0, chunks = first_chunk(start, top, C), count_chunks(row, C)
@@ -188,8 +198,8 @@ def level_down(
 
     k: `GroupTensor`; do: `HeadTensor`; level: `LevelTensor`; read: R of every chunk; grads: gradients of `PairEnds`.
     """
-    r, i = tl.program_id(0) // PAIRS, tl.program_id(0) % PAIRS
-    g, at_v = tl.program_id(1).to(tl.int64), tl.program_id(2) * BV
+    r, i, block = program_part(PAIRS, (V + BV - 1) // BV)
+    g, at_v = tl.program_id(1).to(tl.int64), block * BV
     row = load_row(rows, r, WIDTH)
     batch, start = row.batch, row.start
     a0, chunks = first_chunk(start, top, C), count_chunks(row, C)
@@ -295,14 +305,14 @@ def lowest_levels(
 ):  # fmt: skip
     """Store the state of one segment of four chunks, and S^T and x^T of levels 0 and 1.
 
-    Grid: (R x GROUPS, G, blocks of values).
+    Grid: (R x GROUPS x blocks of values, G).
 
     k: `GroupTensor`; terms: (w, u, c); kept, passed: pairs of buffers, of levels 0 and 1. Only for rows without
     buckets.
     """
     w, u, c = terms
-    r, i = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS
-    g, at_v = tl.program_id(1).to(tl.int64), tl.program_id(2) * BV
+    r, i, block = program_part(GROUPS, (V + BV - 1) // BV)
+    g, at_v = tl.program_id(1).to(tl.int64), block * BV
     row = load_row(rows, r, WIDTH)
     a0, chunks = first_chunk(row.start, top, C), count_chunks(row, C)
     first = (((a0 >> 2) + i) << 2) - a0

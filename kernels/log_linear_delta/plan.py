@@ -88,11 +88,11 @@ class LogLinearDeltaPlan(DeltaPlan):
         s = self.sizes
         return torch.empty(s.most[level], s.G, s.V, s.K, dtype=dtype, device=self.k.device)
 
-    def grid(self, level: int) -> tuple[tuple[int, int, int], int]:
-        """Return (the grid of a level, its pairs in a row at most)."""
+    def grid(self, level: int, blocks: int) -> tuple[tuple[int, int], int]:
+        """Return (the grid of a level with `blocks` programs for each pair, its pairs in a row at most)."""
         s = self.sizes
         pairs = ((s.N - 1) >> (level + 1)) + 2
-        return (s.R * pairs, s.G, s.blocks), pairs
+        return (s.R * pairs * blocks, s.G), pairs
 
     @property
     def fused(self) -> bool:
@@ -174,14 +174,14 @@ class LogLinearDeltaPlan(DeltaPlan):
         blocks = s.blocks + -(-s.K // s.block)
         groups, is_whole = ((s.N - 1) >> LOG_GROUP) + 2, self.levels > LOG_GROUP + 1
         whole = self.segments(s.most[LOG_GROUP], torch.float32) if is_whole else slots
-        group_slots[(s.R * groups, s.G, blocks)](
+        group_slots[(s.R * groups * blocks, s.G)](
             GroupTensor.from_tensor(self.k), (t.w, t.u, t.c), s.table, slots, whole, self.top, groups, **s.kernel,
             LOG_GROUP=LOG_GROUP, WHOLE=is_whole, num_warps=4, num_stages=2,
         )  # fmt: skip
         for level in range(LOG_GROUP, self.levels - 1):
-            (rows, groups, _), pairs = self.grid(level)
+            grid, pairs = self.grid(level, blocks)
             parents = self.segments(s.most[level + 1], torch.float32)
-            join_slots[(rows, groups, blocks)](
+            join_slots[grid](
                 s.table, whole, parents, slots, level, self.top, pairs, **s.kernel, num_warps=4, num_stages=1
             )
             whole = parents
@@ -229,7 +229,7 @@ class LogLinearDeltaPlan(DeltaPlan):
 
     def up(self, level: int, t: WYTerms, buffers: PairBuffers, states: Tensor, passed: Tensor | None) -> None:
         """Run `level_up` on all pairs of a level."""
-        s, (grid, pairs) = self.sizes, self.grid(level)
+        s, (grid, pairs) = self.sizes, self.grid(level, self.sizes.blocks)
         level_up[grid](
             GroupTensor.from_tensor(self.k), t.w, t.c, s.table, buffers.arguments(self.end_R), states,
             buffers.state if passed is None else passed, level, self.top, pairs, **s.state_kernel, **buffers.flags,
@@ -240,7 +240,7 @@ class LogLinearDeltaPlan(DeltaPlan):
         """Run levels 0 and 1 in one launch; return the states of level 2."""
         s, groups, state = self.sizes, ((self.sizes.N - 1) >> 2) + 2, self.state(2)
         second = states if passed is None else passed
-        lowest_levels[(s.R * groups, s.G, s.blocks)](
+        lowest_levels[(s.R * groups * s.blocks, s.G)](
             GroupTensor.from_tensor(self.k), (t.w, t.u, t.c), s.table, state, (states[0], states[1]), (second[0], second[1]),
             self.top, groups, **s.kernel, PASSED=passed is not None, num_warps=4, num_stages=1,
         )  # fmt: skip
@@ -313,7 +313,7 @@ class LogLinearDeltaPlan(DeltaPlan):
         """Run `level_down` on all pairs of a level. reads: (R, d_out). store: dkept and dpassed of the level
         (`LevelStates`).
         """
-        s, (grid, pairs), (read, do) = self.sizes, self.grid(level), reads
+        s, (grid, pairs), (read, do) = self.sizes, self.grid(level, self.sizes.blocks), reads
         level_down[grid](
             GroupTensor.from_tensor(self.k), t.w, read, HeadTensor.from_tensor(do), t.c,
             LevelTensor.from_tensor(self.level), s.table, grads.arguments(self.end_R), *store, level, self.top,

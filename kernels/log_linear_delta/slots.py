@@ -40,7 +40,7 @@ from surgery.kernels.gated_delta.layout import (
     store_tile,
 )
 from surgery.kernels.log_linear_delta.chunk import chunk_output, query_key_products
-from surgery.kernels.log_linear_delta.levels import first_chunk, lambda_at, load_passed_chunk, segment_pair
+from surgery.kernels.log_linear_delta.levels import first_chunk, lambda_at, load_passed_chunk, program_part, segment_pair
 
 LOG_GROUP = 3  # log2 of the chunks that one program of `group_slots` walks through
 
@@ -54,11 +54,10 @@ class Segments(NamedTuple):
 
 
 @triton.jit
-def program_rows(V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr):
-    """Return the program's block of rows of X^T, from the third axis of the grid: (whether it is one of F^T, its first
-    row inside S^T or F^T, the rows of that, its first row in X^T)."""
+def block_rows(block, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr):
+    """Return a block of rows of X^T: (whether it is one of F^T, its first row inside S^T or F^T, the rows of that, its
+    first row in X^T)."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    block = tl.program_id(2)
     in_f = block >= blocks
     first = tl.where(in_f, block - blocks, block) * BV
     return in_f, first, tl.where(in_f, K, V), tl.where(in_f, V, 0) + first
@@ -85,16 +84,16 @@ def group_slots(
     """Store the slots of levels below LOG_GROUP of one group of chunks, its slot if it is a left segment, and with
     WHOLE its X^T.
 
-    Grid: (R x GROUPS, G, blocks of rows of X^T).
+    Grid: (R x GROUPS x blocks of rows of X^T, G).
 
     k: `GroupTensor`; terms: (w, u, c); slots, whole: `Segments`, of all chunks and of all groups. A run starts at each
     even chunk a of the group, number 0 included, and its first 1, 2, 4, .. chunks are left segments while their number
     is below the largest power of two in a. Run 0 goes through the whole group.
     """
     w, u, c = terms
-    r, i = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS
+    r, i, block = program_part(GROUPS, (V + BV - 1) // BV + (K + BV - 1) // BV)
     g = tl.program_id(1).to(tl.int64)
-    in_f, first, size, at_r = program_rows(V, K, BV)
+    in_f, first, size, at_r = block_rows(block, V, K, BV)
     row = load_row(rows, r, WIDTH)
     a0, chunks = first_chunk(row.start, top, C), count_chunks(row, C)
     group = (a0 >> LOG_GROUP) + i
@@ -138,13 +137,13 @@ def join_slots(
 ):  # fmt: skip
     """Store X^T of one pair of segments of level `lev`, and its slot if it is a left segment.
 
-    Grid: (R x PAIRS, G, blocks of rows of X^T).
+    Grid: (R x PAIRS x blocks of rows of X^T, G).
 
     whole, parents, slots: `Segments` of levels lev and lev + 1, and of all chunks.
     """
-    r, i = tl.program_id(0) // PAIRS, tl.program_id(0) % PAIRS
+    r, i, block = program_part(PAIRS, (V + BV - 1) // BV + (K + BV - 1) // BV)
     g = tl.program_id(1).to(tl.int64)
-    in_f, first, size, at_r = program_rows(V, K, BV)
+    in_f, first, size, at_r = block_rows(block, V, K, BV)
     row = load_row(rows, r, WIDTH)
     a0, chunks = first_chunk(row.start, top, C), count_chunks(row, C)
     left, _, _, segments = segment_pair(i, lev, a0, chunks)
