@@ -40,7 +40,13 @@ from surgery.kernels.gated_delta.layout import (
     store_tile,
 )
 from surgery.kernels.log_linear_delta.chunk import chunk_output, query_key_products
-from surgery.kernels.log_linear_delta.levels import first_chunk, lambda_at, load_passed_chunk, program_part, segment_pair
+from surgery.kernels.log_linear_delta.levels import (
+    first_chunk,
+    lambda_at,
+    load_passed_chunk,
+    program_part,
+    segment_pair,
+)
 
 LOG_GROUP = 3  # log2 of the chunks that one program of `group_slots` walks through
 
