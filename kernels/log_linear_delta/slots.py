@@ -13,9 +13,9 @@ takes its queries R (kernels/log_linear_delta/chunk.py) back through each of the
 
     o += diag(lambda^(l)) R S_e      R <- gamma_e R + R F_e
 
-So no state passes through the chunks that read it (kernels/log_linear_delta/levels.py), all chunks are read in parallel,
-and neither bytes nor launches of states grow with what each level stores for each chunk. F costs as much as K more
-values: `LogLinearDeltaPlan.has_slots` says where that is less.
+So no state passes through the chunks that read it, as in kernels/log_linear_delta/levels.py: all chunks read in parallel,
+and the stored states do not grow with the number of levels. F costs as much as K more values:
+`LogLinearDeltaPlan.has_slots` says where that is less.
 
 Matrices are stored as X^T (V + K, K), rows of S^T first.
 """
