@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from surgery.eval.speed.baselines import CallAndLeaves, fla_baselines
-from surgery.eval.speed.roofline import linear_attention_work, softmax_work, window_work
+from surgery.eval.speed.roofline import linear_attention_work, log_linear_reads, softmax_work, window_work
 from surgery.eval.speed.timer import BenchmarkCase, TimedImplementation, WorkEstimate, backward, forward
 from surgery.mixers import MIXERS, MixerInputs
 from surgery.mixers.base import AttentionShape
@@ -109,9 +109,10 @@ def _call_makers(tokens: BenchmarkTokens, back: bool, others: bool) -> CallMaker
     width, key, levels = tokens.v_BHTV.element_size(), tokens.q_BT1K.shape[-1], tokens.level_BTH1L.shape[-1]
     full = softmax_work(batch, heads, length, value, value, back=back, width=width)
     far = softmax_work(batch, heads, length, mean_rank(value, length), value, back=back, width=width)
-    linear = lambda groups, key, extra: linear_attention_work(  # noqa: E731
-        batch, heads, groups, length, key, value, back=back, width=width, extra=extra
+    linear = lambda groups, key, extra, reads=1: linear_attention_work(  # noqa: E731
+        batch, heads, groups, length, key, value, back=back, width=width, extra=extra, reads=reads
     )
+    buckets = log_linear_reads(length)
     ranks, extents = split_ranks(value, length)
     backends = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
     torchs = backends if tokens.v_BHTV.is_cuda else {"SDPA": None}
@@ -120,16 +121,16 @@ def _call_makers(tokens: BenchmarkTokens, back: bool, others: bool) -> CallMaker
         ("MLR attention, one level", "mlr", lambda: make_mlr(tokens, *whole), full),
         ("MLR attention", "mlr", lambda: make_mlr(tokens, ranks, extents), far),
         ("SSD", "gates", lambda: make_masked(tokens, "gates"), linear(1, key, 1)),
-        ("log-linear Mamba-2", "hierarchical", lambda: make_masked(tokens, "hierarchical"), linear(1, key, 1 + levels)),
+        ("log-linear Mamba-2", "hierarchical", lambda: make_masked(tokens, "hierarchical"), linear(1, key, 1 + levels, buckets)),
         ("Gated DeltaNet", "gates delta", lambda: make_masked(tokens, "gates", True), linear(1, key, 2)),
-        ("log-linear GDN", "hierarchical delta", lambda: make_masked(tokens, "hierarchical", True), linear(1, key, 2 + levels)),
+        ("log-linear GDN", "hierarchical delta", lambda: make_masked(tokens, "hierarchical", True), linear(1, key, 2 + levels, buckets)),
         ("TBM, R = 8", "toeplitz_blocks", lambda: make_block_masked(tokens, "toeplitz_blocks", components=8), linear(heads, value, 0)),
         ("MHLA", "blocks", lambda: make_block_masked(tokens, "blocks", count=-(-length // CHUNK)), linear(heads, value, 0)),
     ]  # fmt: skip
     for window in LOCAL_WINDOWS:
         near = window_work(batch, heads, length, window, value, value, back=back, width=width)
         ours.append((f"window {window}", "local attention", functools.partial(make_local, tokens, window), near))
-    works = [linear(1, key, 1 + levels), linear(1, key, 1), linear(1, key, 2)]
+    works = [linear(1, key, 1 + levels, buckets), linear(1, key, 1), linear(1, key, 2)]
     terms = {"MLR attention, one level": {"levels": 1}, "MLR attention": {"levels": len(ranks)}}
     terms |= {f"window {window}": {"window": window} for window in LOCAL_WINDOWS}
     return [
@@ -144,7 +145,7 @@ def _call_makers(tokens: BenchmarkTokens, back: bool, others: bool) -> CallMaker
                 f"mixer{tail}",
                 "kernel",
                 functools.partial(make_mixer, tokens, window),
-                linear(heads, value, 2 + levels),
+                linear(heads, value, 2 + levels, buckets),
                 None,
                 {},
             )

@@ -20,7 +20,7 @@ from surgery.core.dispatch import PACKAGE_CHOICES, KernelChoice, load_kernels
 from surgery.core.errors import SurgeryError
 from surgery.eval.speed.attention import BenchmarkTokens, make_masked
 from surgery.eval.speed.baselines import distribution_version
-from surgery.eval.speed.roofline import linear_attention_work
+from surgery.eval.speed.roofline import linear_attention_work, log_linear_reads
 from surgery.eval.speed.timer import BenchmarkCase, Call, TimedImplementation, backward, forward
 
 TOKENS = {"full": (8192, 16384, 32768), "main": (8192, 16384, 32768), "small": (64,)}
@@ -63,10 +63,11 @@ def _implementations(
     key, levels = tokens.q_BT1K.shape[-1], tokens.level_BTH1L.shape[-1]
     made = []
     for name, mask, delta, op in masks:
-        extra = 1 + delta + (levels if mask == "hierarchical" else 0)
+        leveled = mask == "hierarchical"
         work = linear_attention_work(
-            batch, heads, heads, length, key, value, back=back, width=tokens.v_BHTV.element_size(), extra=extra
-        )
+            batch, heads, heads, length, key, value, back=back, width=tokens.v_BHTV.element_size(),
+            extra=1 + delta + leveled * levels, reads=log_linear_reads(length) if leveled else 1,
+        )  # fmt: skip
         choices: list[KernelChoice] = ["kernel", "measured"]
         if op is not None and tokens.v_BHTV.is_cuda:
             choices += [package for package in PACKAGE_CHOICES if package in _installed(op)]

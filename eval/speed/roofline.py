@@ -76,14 +76,22 @@ def window_work(
 
 
 def linear_attention_work(
-    batch: int, heads: int, groups: int, tokens: int, key: int, value: int, *, back: bool, width: int, extra: int
-) -> WorkEstimate:
+    batch: int, heads: int, groups: int, tokens: int, key: int, value: int, *, back: bool, width: int, extra: int,
+    reads: float = 1,
+) -> WorkEstimate:  # fmt: skip
     """Return the work of linear attention.
 
-    q, k of `groups` heads, v and o of all heads, `extra` float32 values per token and head (gates, levels). The state
-    is read and written once per token. Backward adds twice the bytes and operations.
+    q, k of `groups` heads, v and o of all heads, `extra` float32 values per token and head (gates, levels). A token
+    writes one state and reads `reads` of them. Backward adds twice the bytes and operations.
     """
     elements = batch * tokens * (2 * groups * key + 2 * heads * value)
     moved = elements * width + batch * tokens * heads * extra * 4
-    flops = 4 * batch * heads * tokens * key * value
+    flops = 2 * batch * heads * tokens * key * value * (1 + reads)
     return WorkEstimate(3 * moved, 3 * flops) if back else WorkEstimate(moved, flops)
+
+
+def log_linear_reads(tokens: int) -> float:
+    """Return the mean number of states that a token reads under a log-linear mask: that of its chunk of 64 tokens, and
+    at half the levels above chunks a bucket.
+    """
+    return 1 + ((tokens - 1) // 64).bit_length() / 2

@@ -60,6 +60,24 @@ def query_key_products(
 
 
 @triton.jit
+def chunk_output(
+    p_CC, v, beta, level, y, lane, t_C, here_C, at, at_v, V: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
+    BV: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr,
+):  # fmt: skip
+    """Return what one chunk and query head reads of the chunk itself, one block of values. lane: as in
+    `query_key_products`."""
+    batch, g, j = lane
+    half = p_CC.dtype
+    beta_C = tl.load(beta.ptr + batch * beta.b + g * beta.g + t_C * beta.t, mask=here_C, other=0.0).to(tl.float32)
+    t_CC = (load_matrix(y + at * C * C, C, C, 0, C, C) * beta_C[None, :]).to(half)
+    at_l = level.ptr + batch * level.b + g * level.g + j * level.j
+    lambda_CC = lambdas(at_l, level, t_C, here_C, C, LOG_C, LAMBDAS)
+    inner_CC = (tl.dot(p_CC, t_CC, input_precision=P) * lambda_CC).to(half)
+    v_CV = load_tile(v.ptr + batch * v.b + g * v.g, t_C, v.t, here_C, V, at_v, BV)
+    return tl.dot(inner_CC, v_CV, input_precision=P)
+
+
+@triton.jit
 def query_reads(
     q, k, rows, c, w, read, N, J,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
@@ -107,12 +125,8 @@ def chunk_forward(
     at_l = level.ptr + batch * level.b + g * level.g + j * level.j
     out_head = out + ((batch * G + g) * J + j) * T * V
     if INNER:
-        beta_C = tl.load(beta.ptr + batch * beta.b + g * beta.g + t_C * beta.t, mask=here_C, other=0.0).to(tl.float32)
-        t_CC = (load_matrix(y + at * C * C, C, C, 0, C, C) * beta_C[None, :]).to(half)
-        lambda_CC = lambdas(at_l, level, t_C, here_C, C, LOG_C, LAMBDAS)
-        inner_CC = (tl.dot(p_CC, t_CC, input_precision=P) * lambda_CC).to(half)
-        v_CV = load_tile(v.ptr + batch * v.b + g * v.g, t_C, v.t, here_C, V, at_v, BV)
-        out_CV = tl.dot(inner_CC, v_CV, input_precision=P)
+        lane = batch, g, j
+        out_CV = chunk_output(p_CC, v, beta, level, y, lane, t_C, here_C, at, at_v, V, C, LOG_C, BV, P, LAMBDAS)
     else:
         out_CV = load_tile(out_head, t_C, V, here_C, V, at_v, BV).to(tl.float32)
     n, start = program_chunk_index(rows, N, WIDTH)

@@ -85,6 +85,16 @@ class PairEnds(NamedTuple):
 
 
 @triton.jit
+def program_part(PARTS, BLOCKS: tl.constexpr):
+    """Return (row, part of the row, block) of the program, from the first axis of the grid (rows x PARTS x BLOCKS).
+
+    Blocks of one part read the same k and w. Side by side in the grid they run together and find them in the L2 cache.
+    """
+    part = tl.program_id(0) // BLOCKS
+    return part // PARTS, part % PARTS, tl.program_id(0) % BLOCKS
+
+
+@triton.jit
 def first_chunk(start, top, C: tl.constexpr):
     """Return the absolute number of the row's first chunk without the bits from `top` on, of which at most one changes
     within a row.
@@ -129,13 +139,13 @@ def level_up(
     BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr,
     PASSED: tl.constexpr, BUCKET: tl.constexpr, AFTER: tl.constexpr, PARENT: tl.constexpr,
 ):  # fmt: skip
-    """Pass the left state of one pair of level `lev` through the right segment. Grid: (R x PAIRS, G, blocks of values).
+    """Pass the left state of one pair of level `lev` through the right segment. Grid: (R x PAIRS x blocks of values, G).
 
     k: `GroupTensor`; ends: `PairEnds`. Stores S^T and, if PASSED, x^T of each chunk. BUCKET: rows resume from buckets.
     AFTER: store the bucket of this level behind the row. PARENT: store the pair's state.
     """
-    r, i = tl.program_id(0) // PAIRS, tl.program_id(0) % PAIRS
-    g, at_v = tl.program_id(1).to(tl.int64), tl.program_id(2) * BV
+    r, i, block = program_part(PAIRS, (V + BV - 1) // BV)
+    g, at_v = tl.program_id(1).to(tl.int64), block * BV
     row = load_row(rows, r, WIDTH)
     batch, start = row.batch, row.start
     a0, chunks = first_chunk(start, top, C), count_chunks(row, C)
@@ -188,8 +198,8 @@ def level_down(
 
     k: `GroupTensor`; do: `HeadTensor`; level: `LevelTensor`; read: R of every chunk; grads: gradients of `PairEnds`.
     """
-    r, i = tl.program_id(0) // PAIRS, tl.program_id(0) % PAIRS
-    g, at_v = tl.program_id(1).to(tl.int64), tl.program_id(2) * BV
+    r, i, block = program_part(PAIRS, (V + BV - 1) // BV)
+    g, at_v = tl.program_id(1).to(tl.int64), block * BV
     row = load_row(rows, r, WIDTH)
     batch, start = row.batch, row.start
     a0, chunks = first_chunk(start, top, C), count_chunks(row, C)
@@ -239,27 +249,50 @@ def level_down(
 
 
 class PassedChunk(NamedTuple):
-    """A chunk that states pass through: k and w (C, K), gates behind each token and of the whole chunk; rows_V: values
-    in the block, 0 if the row has no such chunk."""
+    """A chunk that states pass through: k and w (C, K), gates behind each token and of the whole chunk; here: whether
+    the row has such a chunk."""
 
     k_CK: tl.tensor
     w_CK: tl.tensor
     to_end_C: tl.tensor
     total: tl.tensor
-    rows_V: tl.tensor
+    here: tl.tensor
+
+
+@triton.jit
+def load_passed_chunk(
+    k, w, c, row, n, chunks, g, G: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
+    """Return (the row's n-th chunk, its place in the buffers). A chunk that the row does not have leaves states as they
+    are.
+    """
+    at_C = tl.arange(0, C)
+    here = (n >= 0) & (n < chunks)
+    at = (row.base + tl.where(here, n, 0)) * G + g
+    t_C, here_C = chunk_tokens(n, row, C)
+    k_CK = load_tile(k.ptr + row.batch * k.b + g * k.g, t_C, k.t, here_C, K, 0, BK)
+    w_CK = load_matrix(w + at * C * K, tl.where(here, C, 0), K, 0, C, BK)
+    hi, lo = c + at * 2 * C, c + at * 2 * C + C
+    end_hi, end_lo = tl.load(hi + C - 1, mask=here, other=0.0), tl.load(lo + C - 1, mask=here, other=0.0)
+    log_C = (end_hi - tl.load(hi + at_C, mask=here_C, other=0.0)) + (
+        end_lo - tl.load(lo + at_C, mask=here_C, other=0.0)
+    )
+    return PassedChunk(k_CK, w_CK, tl.exp(tl.minimum(log_C, 0.0)), tl.exp(end_hi + end_lo), here), at
 
 
 @triton.jit
 def pass_chunk(
-    s_VK, u_VC, chunk, kept, passed, PASSED: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    s_VK, u_VC, chunk, rows_V, kept, passed, PASSED: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Return gamma S + K^T e (u - w S), and store S^T and, if PASSED, (-e w S)^T. u: the chunk's own or zeros."""
+    """Return gamma S + K^T e (u - w S), and store S^T and, if PASSED, (-e w S)^T. u: the chunk's own or zeros. rows_V:
+    values in the block, 0 if the row has no such chunk.
+    """
     half_VK = s_VK.to(chunk.k_CK.dtype)
-    store_matrix(kept, chunk.rows_V, K, 0, half_VK, BV, BK)
+    store_matrix(kept, rows_V, K, 0, half_VK, BV, BK)
     x_VC = tl.dot(half_VK, tl.trans(chunk.w_CK), input_precision=P) * -chunk.to_end_C[None, :]
     if PASSED:
-        store_matrix(passed, chunk.rows_V, C, 0, x_VC, BV, C)
+        store_matrix(passed, rows_V, C, 0, x_VC, BV, C)
     x_VC += u_VC * chunk.to_end_C[None, :]
     return tl.dot(x_VC.to(chunk.k_CK.dtype), chunk.k_CK, s_VK * chunk.total, input_precision=P)
 
@@ -272,51 +305,37 @@ def lowest_levels(
 ):  # fmt: skip
     """Store the state of one segment of four chunks, and S^T and x^T of levels 0 and 1.
 
-    Grid: (R x GROUPS, G, blocks of values).
+    Grid: (R x GROUPS x blocks of values, G).
 
     k: `GroupTensor`; terms: (w, u, c); kept, passed: pairs of buffers, of levels 0 and 1. Only for rows without
     buckets.
     """
     w, u, c = terms
-    r, i = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS
-    g, at_v = tl.program_id(1).to(tl.int64), tl.program_id(2) * BV
+    r, i, block = program_part(GROUPS, (V + BV - 1) // BV)
+    g, at_v = tl.program_id(1).to(tl.int64), block * BV
     row = load_row(rows, r, WIDTH)
-    batch, start = row.batch, row.start
-    a0, chunks = first_chunk(start, top, C), count_chunks(row, C)
+    a0, chunks = first_chunk(row.start, top, C), count_chunks(row, C)
     first = (((a0 >> 2) + i) << 2) - a0
     if first >= chunks:
         return
-    at_C = tl.arange(0, C)
     a_VK = tl.zeros([BV, BK], tl.float32)
     b_VK = tl.zeros([BV, BK], tl.float32)
     for step in tl.static_range(4):
-        n = first + step
-        here = (n >= 0) & (n < chunks)
-        at = (row.base + tl.where(here, n, 0)) * G + g
-        t_C, here_C = chunk_tokens(n, row, C)
-        k_CK = load_tile(k.ptr + batch * k.b + g * k.g, t_C, k.t, here_C, K, 0, BK)
-        rows_V = tl.where(here, V - at_v, 0)
+        chunk, at = load_passed_chunk(k, w, c, row, first + step, chunks, g, G, K, C, BK)
+        rows_V = tl.where(chunk.here, V - at_v, 0)
         at_s, at_x = (at * V + at_v) * K, (at * V + at_v) * C
-        w_CK = load_matrix(w + at * C * K, tl.where(here, C, 0), K, 0, C, BK)
         u_VC = load_matrix(u + (at * V + at_v) * C, rows_V, C, 0, BV, C).to(tl.float32)
-        hi, lo = c + at * 2 * C, c + at * 2 * C + C
-        end_hi, end_lo = tl.load(hi + C - 1, mask=here, other=0.0), tl.load(lo + C - 1, mask=here, other=0.0)
-        log_C = (end_hi - tl.load(hi + at_C, mask=here_C, other=0.0)) + (
-            end_lo - tl.load(lo + at_C, mask=here_C, other=0.0)
-        )
-        to_end_C, total = tl.exp(tl.minimum(log_C, 0.0)), tl.exp(end_hi + end_lo)
-        chunk = PassedChunk(k_CK, w_CK, to_end_C, total, rows_V)
         if step == 0:
-            a_VK = tl.dot((u_VC * to_end_C[None, :]).to(k_CK.dtype), k_CK, input_precision=P)
+            a_VK = tl.dot((u_VC * chunk.to_end_C[None, :]).to(chunk.k_CK.dtype), chunk.k_CK, input_precision=P)
         if step == 1:
-            a_VK = pass_chunk(a_VK, u_VC, chunk, kept[0] + at_s, passed[0] + at_x, PASSED, K, C, BK, BV, P)
+            a_VK = pass_chunk(a_VK, u_VC, chunk, rows_V, kept[0] + at_s, passed[0] + at_x, PASSED, K, C, BK, BV, P)
         if step >= 2:
             none_VC = tl.zeros([BV, C], tl.float32)
-            a_VK = pass_chunk(a_VK, none_VC, chunk, kept[1] + at_s, passed[1] + at_x, PASSED, K, C, BK, BV, P)
+            a_VK = pass_chunk(a_VK, none_VC, chunk, rows_V, kept[1] + at_s, passed[1] + at_x, PASSED, K, C, BK, BV, P)
         if step == 2:
-            b_VK = tl.dot((u_VC * to_end_C[None, :]).to(k_CK.dtype), k_CK, input_precision=P)
+            b_VK = tl.dot((u_VC * chunk.to_end_C[None, :]).to(chunk.k_CK.dtype), chunk.k_CK, input_precision=P)
         if step == 3:
-            b_VK = pass_chunk(b_VK, u_VC, chunk, kept[0] + at_s, passed[0] + at_x, PASSED, K, C, BK, BV, P)
+            b_VK = pass_chunk(b_VK, u_VC, chunk, rows_V, kept[0] + at_s, passed[0] + at_x, PASSED, K, C, BK, BV, P)
     segment = tl.load(rows + r * WIDTH + 6) + i
     store_matrix(state + ((segment * G + g) * V + at_v) * K, V - at_v, K, 0, a_VK + b_VK, BV, BK)
 
@@ -351,17 +370,34 @@ def gather_gradients(
             u_VC = load_matrix(u + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
             ds_VX = load_matrix(down + (at * V + at_v) * K, V - at_v, K, first, BV, BX).to(half)
             dk_CX = tl.dot(tl.trans((u_VC * to_end_C[None, :]).to(half)), ds_VX, dk_CX, input_precision=P)
-    for lev in range(low, high):
-        if has_left(a0, n, lev, BUCKET):
-            for at_v in range(0, V, BV):
-                here = ((lev - low) * MOST.to(tl.int64) * G + at) * V + at_v
-                s_VX = load_matrix(states.kept + here * K, V - at_v, K, first, BV, BX)
-                ds_VX = load_matrix(states.dkept + here * K, V - at_v, K, first, BV, BX)
-                x_VC = load_matrix(states.passed + here * C, V - at_v, C, 0, BV, C)
-                y_VC = load_matrix(states.dpassed + here * C, V - at_v, C, 0, BV, C)
-                dk_CX = tl.dot(tl.trans(x_VC), ds_VX, dk_CX, input_precision=P)
-                dw_CX = tl.dot(tl.trans(y_VC), s_VX, dw_CX, input_precision=P)
-                both += tl.sum(s_VX.to(tl.float32) * ds_VX)
+    for j in range(J):
+        at_j = (at * J + j) * C * K
+        read_CX = load_matrix(read + at_j, C, K, first, C, BX)
+        dread_CX = tl.zeros([C, BX], tl.float32)
+        if ADD:
+            dread_CX += load_matrix(sums.dread + at_j, C, K, first, C, BX)
+        do_here = do.ptr + batch * do.b + g * do.g + (0 * g + j) * do.j
+        at_l = level.ptr + batch * level.b + t_C * level.t + g * level.g + (0 * g + j) * level.j
+        dlambda = sums.dlevel + ((batch * T + t_C) * G + g) * J * LAMBDAS + j * LAMBDAS
+        for lev in range(low, high):
+            if has_left(a0, n, lev, BUCKET):
+                seen_CX = tl.zeros([C, BX], tl.float32)
+                for at_v in range(0, V, BV):
+                    here = ((lev - low) * MOST.to(tl.int64) * G + at) * V + at_v
+                    s_VX = load_matrix(states.kept + here * K, V - at_v, K, first, BV, BX)
+                    do_CV = load_tile(do_here, t_C, do.t, here_C, V, at_v, BV)
+                    seen_CX = tl.dot(do_CV, s_VX, seen_CX, input_precision=P)
+                    if j == 0:
+                        ds_VX = load_matrix(states.dkept + here * K, V - at_v, K, first, BV, BX)
+                        x_VC = load_matrix(states.passed + here * C, V - at_v, C, 0, BV, C)
+                        y_VC = load_matrix(states.dpassed + here * C, V - at_v, C, 0, BV, C)
+                        dk_CX = tl.dot(tl.trans(x_VC), ds_VX, dk_CX, input_precision=P)
+                        dw_CX = tl.dot(tl.trans(y_VC), s_VX, dw_CX, input_precision=P)
+                        both += tl.sum(s_VX.to(tl.float32) * ds_VX)
+                which = lambda_at(start, lev, top, C, LOG_C, LAMBDAS)
+                dread_CX += seen_CX * tl.load(at_l + which * level.l, mask=here_C, other=0.0)[:, None]
+                tl.atomic_add(dlambda + which, tl.sum(seen_CX * read_CX, 1), mask=here_C, sem="relaxed")
+        store_matrix(sums.dread + at_j, C, K, first, dread_CX, C, BX)
     k_CX = load_tile(k.ptr + batch * k.b + g * k.g, t_C, k.t, here_C, K, first, BX)
     z_C = tl.sum(dk_CX * k_CX, 1)
     dc_C = tl.where(at_C == C - 1, total * both + tl.sum(z_C), 0.0) - z_C
@@ -373,30 +409,6 @@ def gather_gradients(
     store_matrix(sums.dk + at * C * K, C, K, first, dk_CX, C, BX)
     store_matrix(sums.dw + at * C * K, C, K, first, dw_CX, C, BX)
     tl.store(part, dc_C)
-    for j in range(J):
-        at_j = (at * J + j) * C * K
-        read_CX = load_matrix(read + at_j, C, K, first, C, BX)
-        dread_CX = tl.zeros([C, BX], tl.float32)
-        if ADD:
-            dread_CX += load_matrix(sums.dread + at_j, C, K, first, C, BX)
-        dlambda = sums.dlevel + ((batch * T + t_C) * G + g) * J * LAMBDAS + j * LAMBDAS
-        for lev in range(low, high):
-            if has_left(a0, n, lev, BUCKET):
-                here = ((lev - low) * MOST.to(tl.int64) * G + at) * V
-                seen_CX = tl.zeros([C, BX], tl.float32)
-                for at_v in range(0, V, BV):
-                    do_CV = load_tile(
-                        do.ptr + batch * do.b + g * do.g + (0 * g + j) * do.j, t_C, do.t, here_C, V, at_v, BV
-                    )
-                    s_VX = load_matrix(states.kept + (here + at_v) * K, V - at_v, K, first, BV, BX)
-                    seen_CX = tl.dot(do_CV, s_VX, seen_CX, input_precision=P)
-                which = lambda_at(start, lev, top, C, LOG_C, LAMBDAS)
-                at_l = (
-                    level.ptr + batch * level.b + t_C * level.t + g * level.g + (0 * g + j) * level.j + which * level.l
-                )
-                dread_CX += seen_CX * tl.load(at_l, mask=here_C, other=0.0)[:, None]
-                tl.atomic_add(dlambda + which, tl.sum(seen_CX * read_CX, 1), mask=here_C, sem="relaxed")
-        store_matrix(sums.dread + at_j, C, K, first, dread_CX, C, BX)
     if OWN & (first == 0):
         for at_v in range(0, V, BV):
             du_VC = tl.zeros([BV, C], tl.float32)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from surgery.kernels.gated_delta.layout import DeltaPlan
@@ -26,10 +27,15 @@ from surgery.kernels.log_linear_delta.levels import (
     level_up,
     lowest_levels,
 )
+from surgery.kernels.log_linear_delta.slots import LOG_GROUP, Segments, group_slots, join_slots, read_slots
 
 # Shares of the free memory for the states S that chunks read at one level. Levels whose states do not fit together are
 # taken in groups. The backward keeps S, dS', x and dx, so its share of S is smaller.
 FORWARD_MEMORY_SHARE, BACKWARD_MEMORY_SHARE = 1 / 6, 1 / 24
+
+
+# Bytes of a transition (K, K) up to which `read_slots` holds it in shared memory beside its other tiles, on any GPU.
+MOST_TRANSITION_BYTES = 32 * 1024
 
 
 @dataclass(frozen=True)
@@ -77,16 +83,16 @@ class LogLinearDeltaPlan(DeltaPlan):
     levels: int
     top: int
 
-    def state(self, level: int) -> Tensor:
-        """Return an uninitialized buffer (entries, G, V, K), float32, for the states of a level's segments."""
+    def state(self, level: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return an uninitialized buffer (entries, G, V, K) for the states of a level's segments."""
         s = self.sizes
-        return torch.empty(s.most[level], s.G, s.V, s.K, dtype=torch.float32, device=self.k.device)
+        return torch.empty(s.most[level], s.G, s.V, s.K, dtype=dtype, device=self.k.device)
 
-    def grid(self, level: int) -> tuple[tuple[int, int, int], int]:
-        """Return (the grid of a level, its pairs in a row at most)."""
+    def grid(self, level: int, blocks: int) -> tuple[tuple[int, int], int]:
+        """Return (the grid of a level with `blocks` programs for each pair, its pairs in a row at most)."""
         s = self.sizes
         pairs = ((s.N - 1) >> (level + 1)) + 2
-        return (s.R * pairs, s.G, s.blocks), pairs
+        return (s.R * pairs * blocks, s.G), pairs
 
     @property
     def fused(self) -> bool:
@@ -128,6 +134,9 @@ class LogLinearDeltaPlan(DeltaPlan):
     # -- forward -------------------------------------------------------------------------------------------
     def forward(self) -> tuple[Tensor, Tensor | None]:
         """Return (out_BGJTV, the buckets behind the tokens, None without buckets)."""
+        if self.has_slots:
+            t = launch_wy_forward(self)
+            return self.read_slots(t, self.build_slots(t)), None
         t, state = self.prepare()
         after = None if self.bucket_lRGKV is None else torch.zeros_like(self.bucket_lRGKV)
         groups = self.groups(FORWARD_MEMORY_SHARE)
@@ -138,6 +147,56 @@ class LogLinearDeltaPlan(DeltaPlan):
             state = self.climb(t, group, state, states, after=after)
             self.read(t, group, states, out)
         return out.to(self.v.dtype), after
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether the forward reads slots (kernels/log_linear_delta/slots.py) instead of passing states through every
+        level: for rows without a past, where a transition (K, K) fits into a program and is at most twice a state.
+
+        Beyond twice a state, the products with transitions outweigh the passes through chunks that they save.
+        """
+        s = self.sizes
+        size = s.block_k**2 * self.v.element_size()
+        return self.bucket_lRGKV is None and size <= MOST_TRANSITION_BYTES and s.K <= 2 * s.V
+
+    def segments(self, entries: int, dtype: torch.dtype) -> Segments:
+        """Return uninitialized `Segments`."""
+        s, device = self.sizes, self.k.device
+        x = torch.empty(entries, s.G, s.V + s.K, s.K, dtype=dtype, device=device)
+        return Segments(x, torch.empty(entries, s.G, dtype=torch.float32, device=device))
+
+    def build_slots(self, t: WYTerms) -> Segments:
+        """Return the slots of all chunks: those of groups of chunks in one launch, then one launch for each level."""
+        s = self.sizes
+        slots = self.segments(s.most[0], s.dtype)
+        if self.levels == 0:
+            return slots
+        blocks = s.blocks + -(-s.K // s.block)
+        groups, is_whole = ((s.N - 1) >> LOG_GROUP) + 2, self.levels > LOG_GROUP + 1
+        whole = self.segments(s.most[LOG_GROUP], torch.float32) if is_whole else slots
+        group_slots[(s.R * groups * blocks, s.G)](
+            GroupTensor.from_tensor(self.k), (t.w, t.u, t.c), s.table, slots, whole, self.top, groups, **s.kernel,
+            LOG_GROUP=LOG_GROUP, WHOLE=is_whole, num_warps=4, num_stages=2,
+        )  # fmt: skip
+        for level in range(LOG_GROUP, self.levels - 1):
+            grid, pairs = self.grid(level, blocks)
+            parents = self.segments(s.most[level + 1], torch.float32)
+            join_slots[grid](
+                s.table, whole, parents, slots, level, self.top, pairs, **s.kernel, num_warps=4, num_stages=1
+            )
+            whole = parents
+        return slots
+
+    def read_slots(self, t: WYTerms, slots: Segments) -> Tensor:
+        """Return out_BGJTV."""
+        s = self.sizes
+        out = torch.empty(*self.q.shape[:4], s.V, dtype=self.v.dtype, device=self.k.device)
+        block = min(128, max(16, triton.next_power_of_2(s.V)))  # all values, since each block repeats the queries' way
+        read_slots[(s.R * s.N, s.G * s.J, -(-s.V // block))](
+            *self.inputs, s.table, (t.c, t.y, t.w), slots, out, self.top, self.q.shape[3], s.N, s.J,
+            **self.level_options | {"BV": block}, num_warps=4, num_stages=1,
+        )  # fmt: skip
+        return out
 
     def prepare(self) -> tuple[WYTerms, Tensor | None]:
         """Return (the WY form of every chunk, the chunks' own states, None if `lowest_levels` computes them)."""
@@ -170,7 +229,7 @@ class LogLinearDeltaPlan(DeltaPlan):
 
     def up(self, level: int, t: WYTerms, buffers: PairBuffers, states: Tensor, passed: Tensor | None) -> None:
         """Run `level_up` on all pairs of a level."""
-        s, (grid, pairs) = self.sizes, self.grid(level)
+        s, (grid, pairs) = self.sizes, self.grid(level, self.sizes.blocks)
         level_up[grid](
             GroupTensor.from_tensor(self.k), t.w, t.c, s.table, buffers.arguments(self.end_R), states,
             buffers.state if passed is None else passed, level, self.top, pairs, **s.state_kernel, **buffers.flags,
@@ -181,7 +240,7 @@ class LogLinearDeltaPlan(DeltaPlan):
         """Run levels 0 and 1 in one launch; return the states of level 2."""
         s, groups, state = self.sizes, ((self.sizes.N - 1) >> 2) + 2, self.state(2)
         second = states if passed is None else passed
-        lowest_levels[(s.R * groups, s.G, s.blocks)](
+        lowest_levels[(s.R * groups * s.blocks, s.G)](
             GroupTensor.from_tensor(self.k), (t.w, t.u, t.c), s.table, state, (states[0], states[1]), (second[0], second[1]),
             self.top, groups, **s.kernel, PASSED=passed is not None, num_warps=4, num_stages=1,
         )  # fmt: skip
@@ -211,12 +270,14 @@ class LogLinearDeltaPlan(DeltaPlan):
         dbucket = None if self.bucket_lRGKV is None else torch.zeros_like(self.bucket_lRGKV)
         sums = self._empty_sums()
         states = LevelStates(entry_states, passed, torch.empty_like(entry_states), torch.empty_like(passed))
+        # The gradients of chunks' own states are only operands of products, unless a row's first one is returned.
+        own = s.dtype if self.extra_RGKV is None else torch.float32
         down = None if self.levels else torch.zeros_like(self.state(0))
         for (low, high), start in zip(reversed(groups), reversed(starts)):
             if high < self.levels:  # the states of the last group are still there
                 self.climb(t, (low, high), start, entry_states, passed=passed)
             for level in range(high - 1, low - 1, -1):
-                above, down = down, self.state(level)
+                above, down = down, self.state(level, torch.float32 if level else own)
                 into, ending = (None if x is None else x[level] for x in (dbucket, dafter))
                 store = states.dkept[level - low], states.dpassed[level - low]
                 self.down(level, t, (read, do), PairBuffers(down, above, into, ending), store)
@@ -252,7 +313,7 @@ class LogLinearDeltaPlan(DeltaPlan):
         """Run `level_down` on all pairs of a level. reads: (R, d_out). store: dkept and dpassed of the level
         (`LevelStates`).
         """
-        s, (grid, pairs), (read, do) = self.sizes, self.grid(level), reads
+        s, (grid, pairs), (read, do) = self.sizes, self.grid(level, self.sizes.blocks), reads
         level_down[grid](
             GroupTensor.from_tensor(self.k), t.w, read, HeadTensor.from_tensor(do), t.c,
             LevelTensor.from_tensor(self.level), s.table, grads.arguments(self.end_R), *store, level, self.top,
@@ -263,7 +324,8 @@ class LogLinearDeltaPlan(DeltaPlan):
         s, wide = self.sizes, torch.float32
         dlevel = torch.zeros(self.level.shape, dtype=wide, device=self.k.device)
         matrices = s.buffer(s.C, s.K, dtype=wide), s.buffer(s.C, s.K), s.buffer(s.V, s.C)
-        return GatheredGradients(*matrices, s.buffer(s.J, s.C, s.K), dlevel, s.buffer(self.parts, s.C, dtype=wide))
+        dc = s.buffer(self.parts, s.C, dtype=wide).zero_()  # `gather_gradients` may store fewer parts
+        return GatheredGradients(*matrices, s.buffer(s.J, s.C, s.K), dlevel, dc)
 
     def _gather(
         self, group: tuple[int, int], t: WYTerms, reads: tuple[Tensor, Tensor], states: LevelStates, down: Tensor,
@@ -272,10 +334,14 @@ class LogLinearDeltaPlan(DeltaPlan):
         """Run `gather_gradients` on all chunks. reads: (R, d_out)."""
         s, (low, high), (read, do) = self.sizes, group, reads
         flags = {"BUCKET": self.bucket_lRGKV is not None, "ADD": high < self.levels, "OWN": low == 0}
-        gather_gradients[(s.R * s.N, s.G, self.parts - 1)](
+        block, warps = s.features, 4
+        if s.block_k == 128 and s.dtype != torch.float32:  # x, y and d_out are read once
+            block, warps = 128, 8
+        tiles = {"BX": block, "BV": min(32, s.wide_block), "num_warps": warps}
+        gather_gradients[(s.R * s.N, s.G, -(-s.K // block))](
             GroupTensor.from_tensor(self.k), HeadTensor.from_tensor(do), LevelTensor.from_tensor(self.level), s.table,
             t.c, t.u, read, states, sums, down, low, high, self.top, self.q.shape[3], s.N, s.J, s.most[0],
-            **self.level_options | s.wide_kernel, BX=s.features, PARTS=self.parts, **flags, num_warps=4, num_stages=1,
+            **self.level_options | tiles, PARTS=self.parts, **flags, num_stages=1,
         )  # fmt: skip
 
     def _chunk_gradients(self, do: Tensor, t: WYTerms, sums: GatheredGradients) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,7 @@ from surgery.cli.main import main
 from surgery.core.errors import SurgeryError
 from surgery.eval.speed import host_time, linear, timer
 from surgery.eval.speed import run as runs
-from surgery.eval.speed.roofline import linear_work, softmax_work
+from surgery.eval.speed.roofline import linear_attention_work, linear_work, log_linear_reads, softmax_work
 from surgery.eval.speed.run import KINDS, bench
 from surgery.eval.speed.tables import (
     crossovers,
@@ -123,6 +123,11 @@ def test_floors_are_the_bytes_and_operations_of_the_definition():
     assert linear_work(8, 4, 2, 8, back=False, width=2) == WorkEstimate(2 * (8 * 6 + 8), 2 * 8 * 8)
     # every pair, key and value, a multiplication and an addition, half of them behind the diagonal
     assert softmax_work(1, 1, 128, 64, 64, back=False, width=2).flops == 128 * 128 * 128
+    sizes = {"back": False, "width": 2, "extra": 1}
+    assert linear_attention_work(1, 1, 1, 64, 8, 8, **sizes) == WorkEstimate(64 * (2 * 32 + 4), 64 * 4 * 8 * 8)
+    assert linear_attention_work(1, 1, 1, 64, 8, 8, **sizes, reads=3).flops == 64 * 8 * 8 * 8
+    # 256 chunks: eight levels above them
+    assert log_linear_reads(64) == 1 and log_linear_reads(256 * 64) == 5
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -258,6 +258,18 @@ def compile_delta() -> None:
     out.sum().backward()
 
 
+def compile_levels() -> None:
+    """Compile log-linear Gated DeltaNet over enough chunks for a launch of each kernel."""
+    from surgery.kernels.log_linear_delta import log_linear_delta
+
+    tokens, wide = 2048, torch.bfloat16
+    q, k, v = (torch.randn(1, 1, *one, tokens, 64, dtype=wide, requires_grad=True) for one in ((1,), (), ()))
+    out = log_linear_delta(
+        q, k, v, torch.rand(1, 1, tokens), torch.zeros(1, 1, tokens), torch.rand(1, tokens, 1, 1, 12)
+    )
+    out.sum().backward()
+
+
 def main(names: list[str]) -> None:
     """Compile the named kernels and print a line for each with unwritten reads."""
     from surgery.core.dispatch import use_kernels
@@ -286,6 +298,7 @@ COMPILED = {
     "features": compile_features,
     "quantized": compile_quantized,
     "delta": compile_delta,
+    "levels": compile_levels,
 }
 
 if __name__ == "__main__":

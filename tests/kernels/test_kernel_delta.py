@@ -136,12 +136,18 @@ TREES = [  # B, G, J, T, F, V, shared; levels; starts; gates
     ((1, 1, 1, 100, 16, 17, True), 12, (0,), "extreme"),
     ((2, 1, 1, 40, 16, 16, True), 12, (21, 1009), "mild"),
     ((1, 1, 2, 70, 24, 16, False), 3, (0,), "mild"),
+    ((1, 1, 1, 600, 16, 16, False), 12, (1_105,), "mild"),  # segments of more than eight chunks
 ]
 
 
 @pytest.mark.parametrize("shape, levels, starts, gates", TREES)
 def test_log_linear_delta(shape, levels, starts, gates):
     check_log_linear(shape, gates, torch.float32, starts, levels, chunk=32)
+
+
+def test_log_linear_delta_in_half_precision():
+    """Tiles of 128 features, and two query heads; the interpreter multiplies no bfloat16."""
+    check_log_linear((1, 1, 2, 200, 72, 40, False), "mild", torch.float16, (0,))
 
 
 LARGE = [320, 512, 1024]  # features of heads of 80, 128 and 256 dims with both forms of RoPE and Hedgehog
@@ -175,6 +181,7 @@ def test_levels_in_groups(monkeypatch):
     monkeypatch.setattr(launch, "FORWARD_MEMORY_SHARE", 0)
     monkeypatch.setattr(launch, "BACKWARD_MEMORY_SHARE", 0)
     check_log_linear((1, 1, 1, 170, 16, 16, False), "mild", torch.float32, (0,), 5, chunk=32)
+    check_buckets((1, 1, 1, 100, 16, 16, False), torch.float32, (80,), (100,), chunk=32)
 
 
 @gpu

@@ -38,7 +38,7 @@ def compile_kernels(folder, *names):
 
 def test_kernels_read_what_was_written(tmp_path):
     assert assembler.nvidia_knobs() is not None
-    names = "mixing", "mlr", "local", "window", "features", "quantized", "delta"
+    names = "mixing", "mlr", "local", "window", "features", "quantized", "delta", "levels"
     found, last = compile_kernels(tmp_path, *names)
     assert found == [] and int(last.split()[0]) >= 40
 
