@@ -19,9 +19,12 @@ from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoin
 from surgery.checkpoint.table import QUANT_METHOD, is_quantized, read_table
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError, suggestion
+from surgery.core.files import REPORT_NAME, read_json
 from surgery.core.progress import Progress
 from surgery.eval.suite import EvalModel, Role
 from surgery.modeling.live import is_library_model, model_device
+from surgery.planning.recipe import FrontRecipe
+from surgery.publish.front import read_front
 from surgery.structures.quantized import QuantizedLinear
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -33,7 +36,8 @@ class OpenedModel:
 
     fingerprint: SHA-256 of its files, see `CheckpointSource.digest`, or of its tensors. live: the model in memory, or
     None. parameters: number of stored parameters, tied ones once; None for quantized models, whose tensors hold scales
-    and packed integers. stored_bytes: bytes of the stored tensors, scales and packed integers included.
+    and packed integers. stored_bytes: bytes of the stored tensors, scales and packed integers included. front: that a
+    recipe of surgery search was chosen from, as its report says.
     """
 
     role: Role
@@ -43,6 +47,7 @@ class OpenedModel:
     live: LiveEvalModel | None = None
     parameters: int | None = None
     stored_bytes: int | None = None
+    front: FrontRecipe | None = None
 
 
 @dataclass(frozen=True)
@@ -108,8 +113,19 @@ def open_model(role: Role, name: str | LiveEvalModel, ranks: DistContext | None 
     source = open_converted_checkpoint(name)
     return OpenedModel(
         role, name, source.folder, (ranks or DistContext()).on_main(source.digest),
-        parameters=_count_parameters(source), stored_bytes=source.nbytes or None,
+        parameters=_count_parameters(source), stored_bytes=source.nbytes or None, front=_front_of(source),
     )  # fmt: skip
+
+
+def _front_of(source: CheckpointSource) -> FrontRecipe | None:
+    """Return the front in the report of a checkpoint; None without a report, and for one that is damaged."""
+    if not (source.folder / REPORT_NAME).is_file():
+        return None
+    try:
+        report = read_json(source.folder / REPORT_NAME)
+    except SurgeryError:
+        return None
+    return read_front(report) if isinstance(report, dict) else None
 
 
 def _count_parameters(source: CheckpointSource) -> int | None:

@@ -392,6 +392,7 @@ class _EvaluationRun:
             "suite_version": suite.version,
             "parameters": one.parameters,
             "stored_bytes": one.stored_bytes,
+            **({} if one.front is None else {"front": one.front.model_dump(mode="json")}),
             "options": redact_secrets(self.options.model_dump(mode="json", exclude_defaults=True)),
             "data": data,
             **self._extra_tasks(),

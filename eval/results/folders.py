@@ -19,9 +19,12 @@ from surgery.core.errors import SurgeryError
 from surgery.core.files import read_json
 from surgery.eval.results.store import ARRAYS, RESULT, SAMPLES, StoredResult, read_samples, read_stored_result
 from surgery.eval.suite import SuiteResult
+from surgery.planning.recipe import FrontRecipe
+from surgery.publish.front import check_front
 
 RESULTS, COMPARISON = "results.json", "comparison.json"
 MAX_BYTES = {RESULT: 2**28, SAMPLES: 2**32, ARRAYS: 2**30, RESULTS: 2**28, COMPARISON: 2**28}
+MAX_WHY = 500  # characters of a reason that quotes a file
 MAX_NAME = 300  # characters of a name of a task, metric or group
 AXES = ("length", "depth", "position")  # groups that are axes of figures
 KEY_TYPES = {"fingerprint": str, "suite": str, "options": str, "device": str, "dtype": str, "surgery": str}
@@ -49,6 +52,7 @@ class StoredModel:
         name: unique among the models that are compared.
         parameters, stored_bytes: number of stored parameters, and bytes of the stored tensors; None if its results do
             not say.
+        front: of the search that its recipe was chosen from; None if its results have none.
         suites: by name.
     """
 
@@ -57,6 +61,7 @@ class StoredModel:
     dtype: str
     parameters: int | None = None
     stored_bytes: int | None = None
+    front: FrontRecipe | None = None
     suites: dict[str, StoredSuite] = field(default_factory=dict)
 
     @property
@@ -83,6 +88,7 @@ def read_models(folders: Sequence[Path]) -> tuple[list[StoredModel], list[str]]:
                     known.suites.setdefault(suite, stored)
                 known.parameters = known.parameters or model.parameters
                 known.stored_bytes = known.stored_bytes or model.stored_bytes
+                known.front = known.front or model.front
     models = list(models_by_key.values())
     _make_names_unique(models)
     return models, list(damaged)
@@ -197,6 +203,10 @@ def _read_model(model_folder: Path) -> tuple[list[StoredModel], list[str]]:
         model = models.setdefault(model.key, model)
         model.parameters = _count(told.get("parameters")) or model.parameters
         model.stored_bytes = _count(told.get("stored_bytes")) or model.stored_bytes
+        try:
+            model.front = model.front or (check_front(told["front"]) if told.get("front") is not None else None)
+        except SurgeryError as error:
+            damaged.append(f"the front of {model.name} is left out: {printable(str(error))[:MAX_WHY]}")
         model.suites[key["suite"]] = stored
     return list(models.values()), damaged
 
