@@ -19,9 +19,12 @@ from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoin
 from surgery.checkpoint.table import QUANT_METHOD, is_quantized, read_table
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError, suggestion
+from surgery.core.files import REPORT_NAME, read_json
 from surgery.core.progress import Progress
 from surgery.eval.suite import EvalModel, Role
 from surgery.modeling.live import is_library_model, model_device
+from surgery.planning.recipe import FrontRecipe
+from surgery.publish.front import read_front
 from surgery.publish.summary import model_sizes
 from surgery.structures.quantized import QuantizedLinear
 
@@ -38,7 +41,7 @@ class OpenedModel:
     fingerprint: SHA-256 of its files, see `CheckpointSource.digest`, or of its tensors. live: the model in memory, or
     None. parameters: number of stored parameters, tied ones once; None for quantized models, whose tensors hold scales
     and packed integers. stored_bytes: bytes of the stored tensors, scales and packed integers included. kept,
-    cache_bytes: see `model_sizes`.
+    cache_bytes: see `model_sizes`. front: that a recipe of surgery search was chosen from, as its report says.
     """
 
     role: Role
@@ -50,6 +53,7 @@ class OpenedModel:
     stored_bytes: int | None = None
     kept: float | None = None
     cache_bytes: int | None = None
+    front: FrontRecipe | None = None
 
     def sizes(self) -> dict[str, Any]:
         """Return what results say of the model's size."""
@@ -119,8 +123,20 @@ def open_model(role: Role, name: str | LiveEvalModel, ranks: DistContext | None 
     source = open_converted_checkpoint(name)
     return OpenedModel(
         role, name, source.folder, (ranks or DistContext()).on_main(source.digest),
-        parameters=_count_parameters(source), stored_bytes=source.nbytes or None, **model_sizes(source),
+        parameters=_count_parameters(source), stored_bytes=source.nbytes or None, front=_front_of(source),
+        **model_sizes(source),
     )  # fmt: skip
+
+
+def _front_of(source: CheckpointSource) -> FrontRecipe | None:
+    """Return the front in the report of a checkpoint; None without a report, and for one that is damaged."""
+    if not (source.folder / REPORT_NAME).is_file():
+        return None
+    try:
+        report = read_json(source.folder / REPORT_NAME)
+    except SurgeryError:
+        return None
+    return read_front(report) if isinstance(report, dict) else None
 
 
 def _count_parameters(source: CheckpointSource) -> int | None:

@@ -390,6 +390,7 @@ class _EvaluationRun:
             "name": redact_secrets(one.name),
             "suite_version": suite.version,
             **one.sizes(),
+            **({} if one.front is None else {"front": one.front.model_dump(mode="json")}),
             "options": redact_secrets(self.options.model_dump(mode="json", exclude_defaults=True)),
             "data": data,
             **self._extra_tasks(),

@@ -19,10 +19,13 @@ from surgery.core.errors import SurgeryError
 from surgery.core.files import read_json
 from surgery.eval.results.store import ARRAYS, RESULT, SAMPLES, StoredResult, read_samples, read_stored_result
 from surgery.eval.suite import SuiteResult
+from surgery.planning.recipe import FrontRecipe
 from surgery.publish.figures import SIZES
+from surgery.publish.front import check_front
 
 RESULTS, COMPARISON = "results.json", "comparison.json"
 MAX_BYTES = {RESULT: 2**28, SAMPLES: 2**32, ARRAYS: 2**30, RESULTS: 2**28, COMPARISON: 2**28}
+MAX_WHY = 500  # characters of a reason that quotes a file
 MAX_NAME = 300  # characters of a name of a task, metric or group
 AXES = ("length", "depth", "position")  # groups that are axes of figures
 KEY_TYPES = {"fingerprint": str, "suite": str, "options": str, "device": str, "dtype": str, "surgery": str}
@@ -51,6 +54,7 @@ class StoredModel:
         parameters, stored_bytes, cache_bytes, kept: number of stored parameters, bytes of the stored tensors, bytes in
             the cache of one sequence, and share of the parameters of replaced matrices that is stored; None if its
             results do not say.
+        front: of the search that its recipe was chosen from; None if its results have none.
         suites: by name.
     """
 
@@ -61,6 +65,7 @@ class StoredModel:
     stored_bytes: int | None = None
     cache_bytes: int | None = None
     kept: float | None = None
+    front: FrontRecipe | None = None
     suites: dict[str, StoredSuite] = field(default_factory=dict)
 
     @property
@@ -100,6 +105,7 @@ def read_models(folders: Sequence[Path]) -> tuple[list[StoredModel], list[str]]:
                 for suite, stored in model.suites.items():
                     known.suites.setdefault(suite, stored)
                 known.take_sizes(model.sizes())
+                known.front = known.front or model.front
     models = list(models_by_key.values())
     _make_names_unique(models)
     return models, list(damaged)
@@ -213,6 +219,10 @@ def _read_model(model_folder: Path) -> tuple[list[StoredModel], list[str]]:
             continue
         model = models.setdefault(model.key, model)
         model.take_sizes({**{name: _count(told.get(name)) for name in SIZES}, "kept": _share(told.get("kept"))})
+        try:
+            model.front = model.front or (check_front(told["front"]) if told.get("front") is not None else None)
+        except SurgeryError as error:
+            damaged.append(f"the front of {model.name} is left out: {printable(str(error))[:MAX_WHY]}")
         model.suites[key["suite"]] = stored
     return list(models.values()), damaged
 

@@ -10,7 +10,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,14 @@ from surgery.core.files import atomic_write, check_not_dangling
 from surgery.core.tables import command_line, format_number
 from surgery.eval.results.averages import AverageRow
 from surgery.eval.results.folders import AXES, COMPARISON
+from surgery.eval.results.fronts import SharedFront
 from surgery.eval.results.models import ModelComparison, ModelRow
 from surgery.eval.results.pareto import ParetoChart
 from surgery.eval.results.statistics import Interval
 from surgery.eval.results.tables import LINE_GROUPS, format_average
 from surgery.eval.suite import SUITES
 from surgery.publish.figures import KEPT, SIZES, size_rows
+from surgery.publish.front import loss_label
 from surgery.publish.ratios import Ratio
 
 LEGEND = (
@@ -94,7 +96,7 @@ def _star(interval: Interval, none: float) -> str:
 
 def notes(done: ModelComparison) -> list[str]:
     """Return what stands below the table: legend, refused results, flags and remarks."""
-    texts = [LEGEND, *(f"REFUSED: {text}" for text in done.refused)]
+    texts = [LEGEND, *(front.note for front in done.fronts), *(f"REFUSED: {text}" for text in done.refused)]
     flags: dict[str, list[str]] = {}
     for row in done.rows:
         for flag in row.flags if row.is_summary else ():
@@ -114,16 +116,40 @@ def comparison_table(done: ModelComparison) -> list[Any]:
         table.add_column(escape(header), justify="left" if i < 2 else "right", overflow="fold", no_wrap=i in (0, 2))
     for line in lines(done):
         table.add_row(*map(escape, line))
-    return [table, *map(escape, notes(done))]
+    return [table, *map(_front_table, done.fronts), *map(escape, notes(done))]
+
+
+def _front_table(front: SharedFront) -> Any:
+    """Return the table of a front; names of models wrap, so that it fits 80 columns."""
+    from rich.markup import escape
+
+    from surgery.core.tables import new_table
+
+    *heads, last = front.heads()
+    table = new_table(front.title, *heads)
+    table.add_column(last, overflow="fold")
+    for line in front.lines():
+        table.add_row(*map(escape, line))
+    return table
 
 
 def to_markdown(done: ModelComparison) -> str:
     """Return the table and its notes in Markdown."""
     body = [[_escape_markdown(line[0]), _escape_markdown(line[1]), *line[2:]] for line in lines(done)]
-    rows = [map(_escape_markdown, headers(done)), ["---", "---", *["---:"] * (len(done.names) + 1)], *body]
-    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    tables = [_markdown_table(headers(done), body, 2)]
+    for front in done.fronts:
+        *cells, names = zip(*front.lines())
+        lines_of_front = [list(line) for line in zip(*cells, map(_escape_markdown, names))]
+        tables.append(f"{front.title}\n\n{_markdown_table(front.heads(), lines_of_front, 1)}")
+    table = "\n\n".join(tables)
     remarks = [note if note == LEGEND else _escape_markdown(note) for note in notes(done)]
     return table + "\n\n" + "".join(f"- {note}\n" for note in remarks)
+
+
+def _markdown_table(heads: Sequence[str], body: Sequence[Sequence[str]], text_columns: int) -> str:
+    """Return a table whose cells are escaped; the first `text_columns` are left-aligned."""
+    rule = ["---"] * text_columns + ["---:"] * (len(heads) - text_columns)
+    return "\n".join("| " + " | ".join(row) + " |" for row in [[*map(_escape_markdown, heads)], rule, *body])
 
 
 def to_latex(done: ModelComparison) -> str:
@@ -134,7 +160,16 @@ def to_latex(done: ModelComparison) -> str:
         rows += [r"\addlinespace"] if i and line[0] else []
         rows.append(_latex_row(line))
     comments = [f"% {' '.join(note.split())}" for note in notes(done)]
-    return "\n".join([*comments, *rows, r"\bottomrule", r"\end{tabular}", ""])
+    fronts = [line for front in done.fronts for line in ("", *_latex_front(front))]
+    return "\n".join([*comments, *rows, r"\bottomrule", r"\end{tabular}", *fronts, ""])
+
+
+def _latex_front(front: SharedFront) -> list[str]:
+    """Return the lines of the table of a front, with its title as a comment."""
+    heads = front.heads()
+    begin = r"\begin{tabular}{l" + "r" * (len(heads) - 2) + "l}"
+    body = [_latex_row(heads), r"\midrule", *map(_latex_row, front.lines())]
+    return [f"% {front.title}", begin, r"\toprule", *body, r"\bottomrule", r"\end{tabular}"]
 
 
 def to_csv(done: ModelComparison) -> str:
@@ -146,6 +181,9 @@ def to_csv(done: ModelComparison) -> str:
         for key, title in {**SIZES, "kept": KEPT}.items():
             if (number := model.sizes()[key]) is not None:
                 writer.writerow(_plain({"task": title, "model": model.name, "value": number}))
+        if (front := model.front) is not None:
+            own = {"value": front.own.loss, "low": front.own.low, "high": front.own.high}
+            writer.writerow(_plain({"task": loss_label(front), "model": model.name, **own}))
     for row in done.rows:
         for name in row.values:
             writer.writerow(_plain(_csv_row(row, name) | {"command": _command(done, row.suite, name)}))

@@ -18,6 +18,7 @@ from surgery.core.tables import command_line
 from surgery.eval.results.averages import AverageRow, average_rows
 from surgery.eval.results.compare import ComparisonRow, compare_results, sample_keys
 from surgery.eval.results.folders import StoredModel, StoredSuite, base_of_folder, named_base, read_models
+from surgery.eval.results.fronts import SharedFront, shared_fronts
 from surgery.eval.results.pareto import CostPoint, ParetoChart, pareto_front
 from surgery.eval.results.statistics import Z_95, Interval
 from surgery.eval.suite import BOUNDED_METRICS, SUITES, EvalMetric, SuiteResult, load_suites
@@ -77,6 +78,7 @@ class ModelComparison:
     Attributes:
         models: in the order of the tables; the base is the first.
         base: its name; None: no differences.
+        fronts: of surgery search, with the points that models were converted from.
         results: suite -> model -> result, of those that are compared.
         refused: results that are damaged or not comparable, one sentence each.
         notes: remarks.
@@ -87,6 +89,7 @@ class ModelComparison:
     rows: list[ModelRow] = field(default_factory=list)
     averages: list[AverageRow] = field(default_factory=list)
     charts: list[ParetoChart] = field(default_factory=list)
+    fronts: list[SharedFront] = field(default_factory=list)
     results: dict[str, dict[str, SuiteResult]] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -114,6 +117,7 @@ class ModelComparison:
             "rows": [asdict(row) for row in self.rows],
             "averages": [row.to_dict() for row in self.averages],
             "charts": [asdict(chart) for chart in self.charts],
+            "fronts": [front.to_dict() for front in self.fronts],
             "refused": self.refused,
             "notes": self.notes,
             "plots": [path.name for path in self.plots],
@@ -176,6 +180,7 @@ def compare_models(
             f"the models have no results in common that can be compared. {'; '.join(done.refused)}".strip()
         )
     done.charts = _charts(done, quality)
+    done.fronts = shared_fronts(models, done.rows)
     done.notes += _reproduction_notes(models)
     return done
 

@@ -5,7 +5,9 @@
                     dropped, with its projections
     projections     query, key, value and output projection: dense; low rank at several shares of the parameters
     mlp             dense; fewer neurons, low rank, BTT, at several shares of the parameters; dropped
-    all three       the layer is removed
+    experts         routed experts: dense; fewer neurons, low rank with a basis each or one for all, at several shares
+    all of these    the layer is removed
+    all experts     fewer experts, the same number in each layer, which config.json says
 
 A kind of choice is a fragment of a recipe, so that costs come from the plan of that recipe, and a conversion by the
 fragments of several kinds has the sum of their costs. Costs are differences from the original: `parameters` and `bytes`
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 
 from surgery.architectures.attention import attention_paths, attention_shape
+from surgery.architectures.experts import RoutedExperts
 from surgery.architectures.linears import LinearInfo
 from surgery.budget.times import PHASES, Device
 from surgery.checkpoint.meta_model import MetaModel
@@ -37,6 +40,7 @@ from surgery.modeling.quantize import make_storage
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.depth import plan_depth
 from surgery.planning.depth_recipe import DepthRecipe
+from surgery.planning.fewer_experts import with_fewer_experts
 from surgery.planning.plan import make_plan
 from surgery.planning.recipe import ConversionRecipe, load_recipe, validate_recipe
 from surgery.planning.targets import LinearTarget, Plan
@@ -46,8 +50,9 @@ from surgery.structures import STRUCTURES
 from surgery.structures.dropped import Dropped
 from surgery.structures.quantized import Storage
 
-ATTENTION, PROJECTIONS, MLP = "attention", "projections", "mlp"  # the parts of a layer
-PATTERNS = {PROJECTIONS: "attention.*", MLP: "mlp.*"}  # of the rules of parts made of linears
+ATTENTION, PROJECTIONS, MLP, EXPERTS = "attention", "projections", "mlp", "experts"  # the parts of a layer
+PATTERNS = {PROJECTIONS: "attention.*", MLP: "mlp.*", EXPERTS: "expert.*"}  # of the rules of parts made of linears
+STORED_IN_BITS = (PROJECTIONS, MLP)  # parts that `surgery quantize` stores in fewer bits
 AS_IS = "as it is"  # the choice that leaves a part unchanged
 REMOVED = "removed"  # the choice that removes a layer
 DROPPED = "dropped"  # the choice that drops the attention of a layer, or its MLP
@@ -76,8 +81,15 @@ class Kind:
     family: str
     settings: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def number(self) -> int | None:
+        """The number of experts that stay in each layer, None for other kinds."""
+        return self.settings.get("experts")
+
     def fragment(self) -> dict[str, Any]:
         """Return the keys of a recipe that gives every layer this choice."""
+        if self.number is not None:
+            return {"structure": "dense", "experts": self.number}
         if self.part == ATTENTION and "cache" in self.settings:
             mixer = {"mixer": self.settings["mixer"], "rules": [{"layers": ":", **self.settings}]}
             return {"structure": "dense", "attention": mixer}
@@ -117,9 +129,24 @@ def default_kinds() -> list[Kind]:
     ]
 
 
+def expert_kinds(model: MetaModel) -> list[Kind]:
+    """Return the kinds of choices of routed experts, [] for a model without any."""
+    counts = {module.num_experts for module in model.model.modules() if isinstance(module, RoutedExperts)}
+    if len(counts) != 1:
+        return []
+    count = counts.pop()
+    shared = {"structure": "low_rank", "share": "experts"}
+    numbers = dict.fromkeys(round(share * count) for share in SHARES)
+    return [
+        *(kind for structure in ("pruned", "low_rank") for kind in linear_kinds(EXPERTS, structure, SHARES)),
+        *(Kind(f"shared basis {s:.0%}", EXPERTS, "shared_basis", {**shared, "keep": s}) for s in SHARES),
+        *(Kind(f"{number} of {count}", EXPERTS, "fewer_experts", {"experts": number}) for number in numbers),
+    ]
+
+
 @dataclass(frozen=True)
 class Choice:
-    """One choice of one layer. covers: names of the parts that it decides. kind: None for the removal of the layer and
+    """One choice of one layer, or of all layers that have experts. covers: names of the parts that it decides. kind: None for the removal of the layer and
     for a part that stays as it is. costs: by name, differences from the original.
     """
 
@@ -171,6 +198,11 @@ class Choice:
         return frozenset((*((self.family,) if self.family else ()), *stored))
 
     @property
+    def number(self) -> int | None:
+        """The number of experts that stay in each layer, None for other choices."""
+        return None if self.kind is None else self.kind.number
+
+    @property
     def is_change(self) -> bool:
         """Whether the choice changes the model."""
         return self.name != AS_IS or self.bits != FULL_BITS
@@ -195,6 +227,11 @@ class Choices:
     removable: tuple[str, ...]
     attention: tuple[str, ...]
 
+    @property
+    def plan(self) -> Plan:
+        """A plan of the model with all its experts."""
+        return next(plan for plan in self.plans.values() if plan.experts is None)
+
 
 def part_name(layer: str, part: str) -> str:
     """Return the name of a part of a layer."""
@@ -215,9 +252,10 @@ def find_choices(model: MetaModel, settings: Mapping[str, Any], kinds: Sequence[
         except SurgeryError as error:
             notes.append(f"{kind.part} {kind.name} is left out: {error}")
     left = [kind for kind in kinds if (kind.part, kind.name) in plans]
-    if not left:
+    if all(kind.number is not None for kind in left):
         raise SurgeryError(f"search: no kind of choice suits this model. {notes[-1] if notes else ''}")
-    plan = plans[left[0].part, left[0].name]
+    plan = next(plan for plan in plans.values() if plan.experts is None)
+    fewer = [kind for kind in left if kind.number is not None]
     shapes = {path: attention_shape(model.model, path) for path in attention_paths(model.model)}
     layer_of = {path: next(n for n in plan.layout.layers if path.startswith(f"{n}.")) for path in shapes}
     counted = LayerCosts(model, plan.dtype, counting)
@@ -236,7 +274,7 @@ def find_choices(model: MetaModel, settings: Mapping[str, Any], kinds: Sequence[
     attention_in = {layer: path for path, layer in layer_of.items()}
     for layer in plan.layout.layers:
         found: list[Choice] = []
-        for kind in left:
+        for kind in (kind for kind in left if kind.number is None):
             costs = counted.of_kind(plans[kind.part, kind.name], kind, layer)
             if costs is not None:
                 covers = tuple(
@@ -244,12 +282,18 @@ def find_choices(model: MetaModel, settings: Mapping[str, Any], kinds: Sequence[
                 )
                 found.append(Choice(layer, covers, kind.name, kind, costs))
         parts = list(dict.fromkeys(part for choice in found for part in choice.covers))
+        if fewer and part_name(layer, EXPERTS) not in parts:  # fewer experts exclude the removal of any layer
+            parts.append(part_name(layer, EXPERTS))
         choices += [Choice(layer, (part,), AS_IS) for part in parts]
         choices += found
         if parts and layer in removable[1:]:
             shape = shapes.get(attention_in.get(layer, ""))
             costs = counted.of_layer(plan, layer, shape)
             choices.append(Choice(layer, tuple(parts), REMOVED, None, costs))
+    every = tuple(part_name(layer, EXPERTS) for layer in plan.layout.layers)
+    for kind in fewer:
+        costs = counted.of_fewer_experts(plans[kind.part, kind.name])
+        choices.append(Choice(plan.layout.layers[0], every, kind.name, kind, costs))
     return Choices(left, plans, base, choices, notes, plan.layout.layers, removable, tuple(layer_of.values()))
 
 
@@ -258,7 +302,7 @@ def with_bits(choices: Choices, model: MetaModel, bits: Sequence[int], counting:
     plans = choices.plans
     targets: dict[tuple[str, str], list[LinearTarget]] = {}  # of the unchanged linears of a part
     for (part, _), plan in plans.items():
-        for target in (target for slices in plan.targets.values() for target in slices if part != ATTENTION):
+        for target in (target for slices in plan.targets.values() for target in slices if part in STORED_IN_BITS):
             known = targets.setdefault((target.linear.layer, part), [])
             paths = {one.linear.path for one in known}
             known += [LinearTarget(n, n.out, 1.0, ()) for n in target.all_linears if n.path not in paths]
@@ -266,7 +310,7 @@ def with_bits(choices: Choices, model: MetaModel, bits: Sequence[int], counting:
     found: list[Choice] = []
     for choice in choices.choices:
         found.append(choice)
-        if choice.part not in PATTERNS or (choice.layer, choice.part) not in targets or choice.name == DROPPED:
+        if choice.part not in STORED_IN_BITS or (choice.layer, choice.part) not in targets or choice.name == DROPPED:
             continue
         unchanged = targets[choice.layer, choice.part]
         changed = [] if choice.kind is None else kind_targets(plans[choice.kind.part, choice.kind.name], choice.layer)
@@ -335,21 +379,16 @@ class LayerCosts:
         }
 
     def times_of(self, linears: Iterable[LinearInfo], shapes: Iterable[AttentionShape]) -> dict[str, int]:
-        """Return the times of dense linears and softmax attention by phase, {} without a device.
-
-        Raises SurgeryError for routed experts, of which few compute a token.
-        """
+        """Return the times of dense linears and softmax attention by phase, {} without a device."""
         times: dict[str, int] = {}
         linears, shapes = list(linears), list(shapes)
         for phase in PHASES if self.device is not None else ():
             assert self.device is not None
-            if any(linear.experts for linear in linears):
-                raise SurgeryError(
-                    "search: the time of routed experts is not known, because few of them compute a token. Leave out "
-                    "--max-decode-ms, --max-prefill-ms and --on"
-                )
             times[phase] = sum(
-                self.device.linear_ns(phase, (n.out, n.in_), None, n.out * n.in_, "head" in n.roles) for n in linears
+                self.device.linear_ns(
+                    phase, (n.out, n.in_), None, n.out * n.in_, last="head" in n.roles, active=n.active
+                )
+                for n in linears
             ) + sum(self.device.attention_ns(phase, None, shape, self.dtype) for shape in shapes)
         return times
 
@@ -369,19 +408,21 @@ class LayerCosts:
         config: Any = target.preview
         if self.device is None or config is None:
             return {}
-        before = self.times_of(target.all_linears, ())
+        before, active = self.times_of(target.all_linears, ()), target.linear.active
         if target.neurons:
             narrow = narrowed_entries(target, config)
             sizes = [(entry["out_features"], entry["in_features"]) for entry in narrow.values()]
             after = {
-                phase: sum(self.device.linear_ns(phase, size, None, math.prod(size)) for size in sizes)
+                phase: sum(self.device.linear_ns(phase, size, None, math.prod(size), active=active) for size in sizes)
                 for phase in PHASES
             }
         else:
-            size, params = (target.out, target.in_), target.params(config)
+            size, params = (target.out, target.in_), target.structure_params(config) + len(target.joined)
             if not params:  # a dropped matrix
                 return {phase: -before[phase] for phase in PHASES}
-            after = {phase: self.device.linear_ns(phase, size, config.to_dict(), params) for phase in PHASES}
+            after = {
+                phase: self.device.linear_ns(phase, size, config.to_dict(), params, active=active) for phase in PHASES
+            }
         return {phase: after[phase] - before[phase] for phase in PHASES}
 
     def of_linears(self, targets: Sequence[LinearTarget], storage: Storage | None = None) -> dict[str, int]:
@@ -393,6 +434,11 @@ class LayerCosts:
             for phase, change in self.structure_times(target).items():
                 costs[phase] += change
             config: Any = target.preview
+            if target.stores_basis:
+                basis = target.basis_params()
+                stored = DTYPES[self.model.tensor_info(f"{target.linear.path}.weight").dtype]
+                costs["parameters"] += basis
+                costs["bytes"] += basis * stored.itemsize
             entries = narrowed_entries(target, config) if target.neurons else {}
             for linear in target.all_linears:
                 entry = entries.get(linear.path) or table_entry(target, config)
@@ -409,6 +455,27 @@ class LayerCosts:
                 structure = STRUCTURES[config](target.in_, target.out, config, bias=False, device="meta")
                 costs["macs"] += round((target.macs(structure) - target.numel) * target.linear.active)
         return costs
+
+    def of_fewer_experts(self, plan: Plan) -> dict[str, int]:
+        """Return the costs of a plan with fewer experts in each layer; a token is routed to as many as before."""
+        experts = plan.experts
+        assert experts is not None
+        fewer = with_fewer_experts(self.model, experts).source
+        before = [n for n in experts.layout.linears if n.experts]
+        after = [
+            replace(n, active=n.active * experts.stack.count / experts.number)
+            for n in before
+            if n.expert < experts.number
+        ]
+        times = [self.times_of(linears, ()) for linears in (before, after)]
+        return {
+            "parameters": sum(t.numel for t in fewer.tensors.values())
+            - sum(t.numel for t in self.model.source.tensors.values()),
+            "bytes": fewer.nbytes - self.model.source.nbytes,
+            "cache": 0,
+            "macs": -experts.macs,
+            **{phase: times[1][phase] - times[0][phase] for phase in times[0]},
+        }
 
     def of_layer(self, plan: Plan, layer: str, shape: Any) -> dict[str, int]:
         """Return the costs of the removal of a layer. shape: of its attention, None without."""

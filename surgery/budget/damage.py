@@ -17,9 +17,11 @@ from typing import Any
 
 from torch import nn
 
-from surgery.budget.choices import ATTENTION, FULL_BITS, REMOVED, Choice, part_name
+from surgery.architectures.experts import RoutedExperts
+from surgery.budget.choices import ATTENTION, FULL_BITS, REMOVED, STORED_IN_BITS, Choice, part_name
 from surgery.calibration.attention_samples import all_attention_replaced
 from surgery.calibration.data import CalibrationSet
+from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import DTYPES
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.hybrid import init_trial_mixer
@@ -46,7 +48,8 @@ class Damage:
 
 class DamagePass:
     """A pass that measures variants of the model. variants: the choices that each makes, by its name. plans: of each
-    kind, by part and name. contexts: of the kinds of attention, likewise, whose recipe and plan have the mixer.
+    kind, by part and name. contexts: of the kinds of attention, likewise, whose recipe and plan have the mixer. fewer:
+    the model with fewer experts, by their number.
     """
 
     def __init__(
@@ -55,10 +58,11 @@ class DamagePass:
         variants: Mapping[str, Sequence[Choice]],
         plans: Mapping[tuple[str, str], Plan],
         contexts: Mapping[tuple[str, str], ConversionContext],
+        fewer: Mapping[int, MetaModel],
         done: Callable[[], None],
     ):
         self.ctx, self.contexts, self.done = replace(ctx, runner=ctx.runner.single_process()), contexts, done
-        self.variants = variants
+        self.variants, self.fewer = variants, fewer
         order = {layer: number for number, layer in enumerate(ctx.plan.layout.layers)}
         first = {name: min((c.layer for c in chosen), key=order.__getitem__) for name, chosen in variants.items()}
         plan_of = {name: plan_of_choices(ctx.plan, plans, chosen) for name, chosen in variants.items()}
@@ -66,7 +70,7 @@ class DamagePass:
         self.trial = QuickTrial(self.ctx, budgets, done, plan_of, first)
         self.parts: dict[str, list[str]] = {}  # the linears of each part
         for (part, _), plan in plans.items():
-            for target in (target for slices in plan.targets.values() for target in slices if part != ATTENTION):
+            for target in (target for slices in plan.targets.values() for target in slices if part in STORED_IN_BITS):
                 paths = self.parts.setdefault(part_name(target.linear.layer, part), [])
                 paths += [linear.path for linear in target.all_linears if linear.path not in paths]
 
@@ -83,7 +87,7 @@ class DamagePass:
         contexts = dict(self.trial.visit(layer))
         mixers: dict[str, Mixer] = {}  # by kind: variants share them
         for name, chosen in self.variants.items():
-            here = [choice for choice in chosen if choice.layer == layer.path]
+            here = [choice for choice in chosen if choice.layer == layer.path or choice.number is not None]
             if any(choice.name == REMOVED for choice in here):  # its rows go on as they came in
                 del contexts[name]
             elif here:
@@ -93,7 +97,9 @@ class DamagePass:
                     if choice.part == ATTENTION
                 }
                 rounded = [choice for choice in here if choice.bits != FULL_BITS]
-                contexts[name] = self._replaced(layer, contexts[name], attention, rounded)
+                numbers = [choice.number for choice in here if choice.number is not None]
+                fewer = self.fewer[numbers[0]] if numbers else None
+                contexts[name] = self._replaced(layer, contexts[name], attention, rounded, fewer)
         return contexts
 
     def _attention_path(self, choice: Choice) -> str:
@@ -114,9 +120,13 @@ class DamagePass:
         linears: AbstractContextManager[Any],
         attention: dict[str, Mixer],
         rounded: Sequence[Choice],
+        fewer: MetaModel | None,
     ) -> Iterator[None]:
-        """Replace linears, then attention, and round the linears of these choices as they are then."""
-        with linears, all_attention_replaced(self.ctx.model, attention):
+        """Replace the experts by those of `fewer`, linears, then attention, and round the linears of these choices as
+        they are then.
+        """
+        blocks = expert_blocks(layer.path, fewer) if fewer is not None else {}
+        with loaded(blocks, fewer, layer), linears, all_attention_replaced(self.ctx.model, attention):
             integers = {path: module for choice in rounded for path, module in self._rounded(choice).items()}
             with swapped_modules(layer.call.layer, layer.path, integers):
                 yield
@@ -131,6 +141,28 @@ class DamagePass:
         return rounded
 
 
+def expert_blocks(layer: str, fewer: MetaModel) -> dict[str, nn.Module]:
+    """Return the modules of a layer that hold a router and its experts, of the model with fewer experts, by path."""
+    experts = [path for path, module in fewer.model.named_modules() if isinstance(module, RoutedExperts)]
+    blocks = [path.rpartition(".")[0] for path in experts if path.startswith(f"{layer}.")]
+    return {path: fewer.module(path) for path in blocks}
+
+
+@contextmanager
+def loaded(blocks: dict[str, nn.Module], model: MetaModel | None, layer: Layer) -> Iterator[None]:
+    """Load these modules of a model, and put them into the layer of another model inside the context."""
+    for path in blocks:
+        assert model is not None
+        model.load_module(path, layer.call.device)
+    try:
+        with swapped_modules(layer.call.layer, layer.path, blocks):
+            yield
+    finally:
+        for path in blocks:
+            assert model is not None
+            model.unload_module(path)
+
+
 def _damage(score: HeldOutScore) -> Damage:
     return Damage(max(score.converted, 0.0), score.difference_se)
 
@@ -138,7 +170,11 @@ def _damage(score: HeldOutScore) -> Damage:
 def plan_of_choices(plan: Plan, plans: Mapping[tuple[str, str], Plan], chosen: Sequence[Choice]) -> Plan:
     """Return the plan with the targets of the linears that these choices replace. plans: of each kind."""
     kinds = [(choice.layer, choice.kind) for choice in chosen if choice.kind is not None]
-    targets = [plans[kind.part, kind.name].targets_in_layer(layer) for layer, kind in kinds if kind.part != ATTENTION]
+    targets = [
+        plans[kind.part, kind.name].targets_in_layer(layer)
+        for layer, kind in kinds
+        if kind.part != ATTENTION and kind.number is None
+    ]
     merged = {path: slices for some in targets for path, slices in some.items()}
     return replace(plan, targets=merged, pruned_targets={})
 

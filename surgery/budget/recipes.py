@@ -8,7 +8,16 @@ from typing import Any, TypeVar
 
 import yaml
 
-from surgery.budget.choices import ATTENTION, FULL_BITS, MLP, PATTERNS, PROJECTIONS, REMOVED, Choice, Choices, Kind
+from surgery.budget.choices import (
+    ATTENTION,
+    FULL_BITS,
+    PATTERNS,
+    REMOVED,
+    STORED_IN_BITS,
+    Choice,
+    Choices,
+    Kind,
+)
 from surgery.planning.recipe import validate_recipe
 
 T = TypeVar("T")
@@ -23,11 +32,17 @@ def recipe_of(
     data: dict[str, Any] = {"description": description, "structure": "dense", **settings}
     if removed:
         data["depth"] = {"remove": [choices.removable.index(layer) for layer in removed], "refit": False}
-    kinds = {(choice.layer, choice.kind.part): choice.kind for choice in chosen if choice.kind is not None}
+    if numbers := [choice.number for choice in chosen if choice.number is not None]:
+        data["experts"] = numbers[0]
+    kinds = {
+        (choice.layer, choice.kind.part): choice.kind
+        for choice in chosen
+        if choice.kind is not None and choice.number is None
+    }
     remaining = [layer for layer in choices.layers if layer not in removed]
     rules = [
         {"match": PATTERNS[part], "layers": layers, **kind.settings}
-        for part in (PROJECTIONS, MLP)
+        for part in PATTERNS
         for kind, layers in ranges([kinds.get((layer, part)) for layer in remaining])
     ]
     if rules:
@@ -45,7 +60,7 @@ def bits_of(choices: Choices, chosen: Sequence[Choice]) -> dict[str, Any] | None
     remaining = [layer for layer in choices.layers if layer not in removed]
     rules = [
         {"match": PATTERNS[part], "layers": layers, "bits": number}
-        for part in (PROJECTIONS, MLP)
+        for part in STORED_IN_BITS
         for number, layers in ranges([bits.get((layer, part)) for layer in remaining])
     ]
     return {"rules": rules} if rules else None

@@ -20,6 +20,7 @@ from surgery.budget.choices import (
     Kind,
     LayerCosts,
     default_kinds,
+    expert_kinds,
     find_choices,
     kind_recipe,
     with_bits,
@@ -47,6 +48,7 @@ from surgery.calibration.data import CalibrationSet
 from surgery.calibration.layer_runner import LayerRunner
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.conversion.context import ConversionContext
+from surgery.conversion.fewer_experts import ExpertScores, fewer_model
 from surgery.conversion.mixer_init.mlr_allocation import MeasuredScoreDims
 from surgery.conversion.sources import FolderSource
 from surgery.conversion.text_check import score_text
@@ -60,7 +62,6 @@ from surgery.eval.speed.selection import is_selected
 from surgery.mixers import MIXERS, mixer_config
 from surgery.planning.attention_plan import AttentionTarget
 from surgery.planning.recipe import validate_recipe
-from surgery.planning.targets import Plan
 from surgery.structures.quantized import BITS
 
 FRONT_NAME, PICTURE_NAME, WORK_NAME, LOCK_NAME = "front.json", "front.png", "work", "lock"
@@ -141,7 +142,7 @@ def search(
     folder = FolderSource(source, settings.trust_remote_code, settings.revision)
     model = folder.open(progress)
     counting = settings.counting(limits)
-    choices = find_choices(model, settings.keys(), default_kinds(), counting)
+    choices = find_choices(model, settings.keys(), [*default_kinds(), *expert_kinds(model)], counting)
     if not any(settings.selects(choice) for choice in choices.choices):
         names = ", ".join(dict.fromkeys(choice.title for choice in choices.choices if choice.is_change))
         raise SurgeryError(f"search: --only {settings.only!r} selects no kind of choice; kinds are {names}")
@@ -206,6 +207,8 @@ class Measuring:
         self.contexts: dict[tuple[str, str], ConversionContext] = {}  # of the kinds of attention
         self.ctx: ConversionContext | None = None
         self.has_grams = False
+        self.fewer: dict[int, MetaModel] = {}  # the model with fewer experts, by their number
+        self.experts: ExpertScores | None = None
         self.damages: dict[str, Damage] = {}
         self.plans: dict[PlanKey, Damage] = {}  # damages of plans measured as a whole
 
@@ -286,7 +289,7 @@ class Measuring:
         """Return the damage of variants that one pass measures, by name. `_prepare` was called for their choices."""
         ctx = self._prepare([])
         with self.progress.bar(title, len(ctx.plan.layout.layers)) as tick:
-            return DamagePass(ctx, variants, self.choices.plans, self.contexts, tick).run()
+            return DamagePass(ctx, variants, self.choices.plans, self.contexts, self.fewer, tick).run()
 
     def _fast_matmul(self) -> AbstractContextManager[None]:
         device = choose_device(self.settings.device)
@@ -301,7 +304,8 @@ class Measuring:
                 self.progress.say(f"warning: {warning}")
         kinds = {choice.kind for choice in choices if choice.kind is not None}
         self._set_contexts(self.ctx, {kind for kind in kinds if (kind.part, kind.name) not in self.contexts})
-        if not self.has_grams and any(kind.part != ATTENTION for kind in kinds):
+        self._set_fewer_experts(self.ctx, [kind.number for kind in kinds if kind.number is not None])
+        if not self.has_grams and any(kind.part != ATTENTION and kind.number is None for kind in kinds):
             measure_rank_errors(self.ctx)  # writes the Gram matrices of the output gradients
             self.has_grams = True
         return self.ctx
@@ -309,9 +313,11 @@ class Measuring:
     def _context(self, samples: CalibrationSet) -> ConversionContext:
         """Return the context of all linears: their targets, and pruned MLPs beside them, as a quick trial fits them."""
         linears = [
-            (kind, self.choices.plans[kind.part, kind.name]) for kind in self.choices.kinds if kind.part != ATTENTION
+            (kind, self.choices.plans[kind.part, kind.name])
+            for kind in self.choices.kinds
+            if kind.part != ATTENTION and kind.number is None
         ]
-        plan: Plan = next(iter(self.choices.plans.values()))
+        plan = self.choices.plan
         targets: dict[str, Any] = {}
         pruned: dict[str, Any] = {}
         for _, of_kind in linears:
@@ -329,6 +335,20 @@ class Measuring:
         runner.packed = samples.packed
         plan, runner = self.source.keep_reached(plan, runner, samples)
         return ConversionContext(self.model, plan, recipe, samples, runner, work, DistContext(), device, self.progress)
+
+    def _set_fewer_experts(self, ctx: ConversionContext, numbers: Iterable[int]) -> None:
+        """Set the models with these numbers of experts; all experts are measured once, in the original."""
+        missing = [number for number in numbers if number not in self.fewer]
+        plans = {plan.experts.number: plan.experts for plan in self.choices.plans.values() if plan.experts is not None}
+        if missing and self.experts is None:
+            self.experts = ExpertScores(ctx, plans[missing[0]])
+            self.experts.run()
+        for number in missing:
+            assert self.experts is not None
+            plan, scores = plans[number], self.experts.scores
+            kept = {path: plan.stack.select(scores(path), number) for path in plan.stack.paths}
+            file = self.out / WORK_NAME / f"experts-{number}.safetensors"
+            self.fewer[number], _ = fewer_model(ctx.model, plan.with_kept(kept), file)
 
     def _set_contexts(self, ctx: ConversionContext, missing: Collection[Kind]) -> None:
         """Set the contexts of the kinds of attention among `missing`, and the costs of MLR attention, whose ranks are

@@ -57,12 +57,22 @@ class Device:
         )
 
     def linear_ns(
-        self, phase: str, shape: tuple[int, int], config: dict[str, Any] | None, params: int, last: bool = False
+        self,
+        phase: str,
+        shape: tuple[int, int],
+        config: dict[str, Any] | None,
+        params: int,
+        *,
+        last: bool = False,
+        active: float = 1.0,
     ) -> int:
         """Return the nanoseconds of a linear (out, in). config: of its structure, None if it is dense. params: stored
-        elements. last: whether it reads only the last token of a prompt.
+        elements. last: whether it reads only the last token of a prompt. active: share of the tokens that it computes,
+        below 1 for a routed expert: of a prompt it computes so many, in a decoding step all of one token so often.
         """
-        tokens = 1 if phase == "decode" or last else self.at
+        if active < 1 and phase == "decode":
+            return round(active * self.linear_ns(phase, shape, config, params, last=last))
+        tokens = 1 if phase == "decode" or last else max(1, round(active * self.at))
         found = None
         if self.times is not None and config is None:
             found = self.times.dense(phase, tokens, *shape, farthest=math.inf)

@@ -63,9 +63,7 @@ def _choose(ctx: ConversionContext, file: Path) -> dict[str, Any]:
     original_BTD = measured.run()
     scores = {path: measured.scores(path) for path in plan.stack.paths}
     plan = plan.with_kept({path: plan.stack.select(of_path, plan.number) for path, of_path in scores.items()})
-    digest = write_shard(file, _router_tensors(ctx.model, plan))
-    fewer = with_fewer_experts(ctx.model, plan, read_header(file))
-    assert isinstance(fewer, MetaModel)  # as ctx.model is
+    fewer, digest = fewer_model(ctx.model, plan, file)
     runner = ctx.runner.single_process().with_model(fewer)
     with ctx.progress.bar("trying the model with fewer experts", len(plan.layout.layers)) as tick:
         streams = Streams(runner, ctx.samples, {"converted": Stream(ctx.samples.held_out)})
@@ -80,6 +78,14 @@ def _choose(ctx: ConversionContext, file: Path) -> dict[str, Any]:
         "held_out": held_out_score(ctx, original_BTD, final["converted"]).to_dict(),
     }
     return {"record": record, "sha256": digest}
+
+
+def fewer_model(model: MetaModel, plan: ExpertsPlan, file: Path) -> tuple[MetaModel, str]:
+    """Return the model with the experts that a plan keeps, whose routers are written to `file`, and its SHA-256."""
+    digest = write_shard(file, _router_tensors(model, plan))
+    fewer = with_fewer_experts(model, plan, read_header(file))
+    assert isinstance(fewer, MetaModel)  # as `model` is
+    return fewer, digest
 
 
 def _router_tensors(model: MetaModel, plan: ExpertsPlan) -> list[TensorSource]:

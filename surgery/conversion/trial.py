@@ -24,7 +24,15 @@ from surgery.calibration.routing import RoutingRecord
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.fisher import FisherPass, load_grams
 from surgery.conversion.fit import FitResult, candidate_configs, quick_fit
-from surgery.conversion.replacement import LayerReplacement, add_linear, broadcast_fits, densify_module, swapped_modules
+from surgery.conversion.fit_shared import targets_by_basis
+from surgery.conversion.replacement import (
+    LayerReplacement,
+    add_linear,
+    broadcast_fits,
+    dense_linear,
+    densify_module,
+    swapped_modules,
+)
 from surgery.conversion.score import HeldOutScore, held_out_score
 from surgery.conversion.sequential import SequentialConverter, convert_head, find_stages
 from surgery.conversion.streams import Contexts, Layer, Stream, Streams, waits_for
@@ -35,6 +43,7 @@ from surgery.planning.targets import LinearTarget, Plan
 from surgery.planning.weights import target_weight
 from surgery.structures import Metric, StructureConfig
 from surgery.structures.metric import add_moment_, damp_, damp_output_gram
+from surgery.structures.shared_basis import shared_factors
 
 
 def sequential_trial(ctx: ConversionContext, budgets: dict[str, float], done: Callable[[], None]) -> HeldOutScore:
@@ -159,8 +168,10 @@ class QuickTrial:
             dist.gather_rows_(stage.sum_II)
         self.runner.record_moment_bytes(stage.sum_II for stage in stages)
         grams = load_grams(self.ctx.grams_dir / f"{call.path}.safetensors", call.device)
+        members: dict[str, tuple[LinearTarget, Metric, int]] = {}  # of shared bases, by name
         while stages:
-            self._fit(call, stages.pop(0), grams, modules)
+            self._fit(call, stages.pop(0), grams, modules, members)
+        self._fit_shared_bases(call, members, modules)
 
     def _gram_hook(self, stage: _StageGram) -> Callable[..., None]:
         masks_BT = self.ctx.samples.token_masks(self.plan.layout.tower(stage.paths[0]))
@@ -180,9 +191,17 @@ class QuickTrial:
         return hook
 
     def _fit(
-        self, call: LayerCall, stage: _StageGram, grams: dict[str, Tensor], modules: list[dict[str, nn.Module]]
+        self,
+        call: LayerCall,
+        stage: _StageGram,
+        grams: dict[str, Tensor],
+        modules: list[dict[str, nn.Module]],
+        members: dict[str, tuple[LinearTarget, Metric, int]],
     ) -> None:
-        """Fit the stage's linears for every contender and add them to `modules`, one dictionary for each contender."""
+        """Fit the stage's linears for every contender and add them to `modules`, one dictionary for each contender.
+
+        Those whose basis the experts of the layer share are added to `members`, with their metric and rows.
+        """
         if stage.sum_II is None or not stage.rows[1]:  # an expert that no row reached stays dense in the trial
             return
         moment_II = stage.sum_II.div_(stage.rows[1])
@@ -204,11 +223,20 @@ class QuickTrial:
             weight_OI = target_weight(self.ctx.model, target, call.device)
             return quick_fit(target, configs, weight_OI, metrics[target.name], self.recipe.sweeps)
 
+        rows = stage.rows[1]
+        members |= {
+            target.name: (target, metrics[target.name], rows)
+            for plan in self.plans.values()
+            for path in stage.paths
+            for target in plan.targets.get(path, ())
+            if target.basis
+        }
         contender_configs = [
             {
                 target.name: candidate_configs(target, target_budgets[target.name])
                 for path in stage.paths
                 for target in self.plans[name].targets.get(path, ())
+                if not target.basis
             }
             for name, target_budgets in self.contenders.items()
         ]
@@ -222,12 +250,40 @@ class QuickTrial:
         fitted = broadcast_fits(self.runner.ranks, jobs, call.device)
         for modules_by_path, plan, mine in zip(modules, self.plans.values(), contender_configs):
             for path in stage.paths:
-                replacement, slices = LayerReplacement(), list(plan.targets.get(path, ()))
-                if not slices:  # of the neurons of a pruned MLP, which are removed with `down`
+                replacement, slices = LayerReplacement(), [t for t in plan.targets.get(path, ()) if not t.basis]
+                if (
+                    not slices
+                ):  # they share a basis, or they are of the neurons of a pruned MLP, which are removed with `down`
                     continue
                 results = [fitted[target.name, str(mine[target.name])] for target in slices]
                 add_linear(self.ctx.model, slices, results, call.device, replacement)
                 modules_by_path |= {name: densify_module(module) for name, module in replacement.modules.items()}
+
+    def _fit_shared_bases(
+        self,
+        call: LayerCall,
+        members: Mapping[str, tuple[LinearTarget, Metric, int]],
+        modules: list[dict[str, nn.Module]],
+    ) -> None:
+        """Fit the matrices of experts that share a basis, and add them to `modules`. members: target, metric and rows of
+        each that a row reached; the others stay dense.
+        """
+        factors: dict[tuple[str, int], dict[str, Tensor]] = {}  # dense products by (basis, rank) and path
+        weights = {name: target_weight(self.ctx.model, member[0], call.device) for name, member in members.items()}
+        for modules_by_path, plan in zip(modules, self.plans.values()):
+            sharing = [
+                target for slices in plan.targets_in_layer(call.path).values() for target in slices if target.basis
+            ]
+            for group in targets_by_basis([target for target in sharing if target.name in members]).values():
+                key = group[0].basis, group[0].basis_rank
+                if key not in factors:
+                    metrics, rows = zip(*(members[target.name][1:] for target in group))
+                    of_group = [weights[target.name] for target in group]
+                    *_, (lefts, right_RI) = shared_factors(of_group, metrics, rows, key[1], self.recipe.sweeps)
+                    factors[key] = {t.linear.path: left_OR @ right_RI for t, left_OR in zip(group, lefts)}
+                for path, dense_OI in factors[key].items():
+                    linear: Any = self.ctx.model.module(path)
+                    modules_by_path[path] = dense_linear(dense_OI, linear.bias)
 
 
 def _add_white_rows(moment_II: Tensor, rows: int) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from surgery.core.config import validation_error
 from surgery.core.errors import SurgeryError
 from surgery.core.files import size_text
 from surgery.core.tables import format_count, format_tokens
@@ -39,9 +40,30 @@ def read_front(report: dict[str, Any]) -> FrontRecipe | None:
     recipe = report.get("recipe")
     front = recipe.get("front") if isinstance(recipe, dict) else None
     try:
-        return None if front is None else FrontRecipe.model_validate(front)
-    except (ValidationError, SurgeryError):
+        return None if front is None else check_front(front)
+    except SurgeryError:
         return None
+
+
+def check_front(front: Any) -> FrontRecipe:
+    """Return a front from a file. Raises SurgeryError if it breaks a rule."""
+    try:
+        return FrontRecipe.model_validate(front)
+    except ValidationError as error:
+        raise SurgeryError(validation_error(error, "front", FrontRecipe)) from None
+
+
+def front_cells(front: FrontRecipe) -> list[tuple[str, str, str, str]]:
+    """Return the points as (value of the cost, its share of the original, loss, interval)."""
+    return [
+        (
+            format_cost(front.cost, point.value),
+            f"{point.value / front.original:.0%}" if front.original else "",
+            f"{point.loss:.2g}",
+            f"{point.low:.2g} to {point.high:.2g}",
+        )
+        for point in front.points
+    ]
 
 
 def loss_label(front: FrontRecipe) -> str:

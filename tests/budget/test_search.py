@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -19,6 +20,9 @@ from surgery.cli.main import main
 from surgery.conversion.convert import convert
 from surgery.conversion.quantize_checkpoint import quantize
 from surgery.core.errors import SurgeryError
+from surgery.eval.results.models import compare_folders
+from surgery.eval.run import evaluate
+from surgery.eval.suite import EvalOptions
 from surgery.planning.bits_recipe import read_bits
 from surgery.planning.recipe import load_recipe
 from surgery.publish.front import read_front
@@ -81,6 +85,27 @@ def test_a_converted_recipe_has_the_predicted_costs(number, searched, source, tm
     attention = inspect(str(tmp_path / "OUT"))["attention_totals"]
     after = attention["cache_bytes"]["8192"][1] if attention else result["original"]["cache"]
     assert after == point["costs"]["cache"]
+
+
+def test_a_comparison_shows_the_front_with_the_converted_points(source, text, tmp_path):
+    """From the recipes through the reports of the conversions and the results of the evaluations to the comparison."""
+    settings = settings_of(text, only="mlp pruned", tokens=1024, length=128, points=3, check=False)
+    result = search(str(source), tmp_path / "SEARCH", {"bytes": "70%"}, settings)
+    recipes = [point["recipe"] for point in result["points"] if point["recipe"]][:2]
+    for recipe in recipes:
+        out = tmp_path / Path(recipe).stem
+        changes = ["tune=false", "curvature=none"]
+        convert(str(source), load_recipe(str(tmp_path / "SEARCH" / recipe), changes), out, device="cpu")
+        options = EvalOptions(text=str(text), tokens=512, length=128, greedy_prompts=1, greedy_tokens=2)
+        done = evaluate(
+            str(out), ["ppl", "agreement"], options, compare=str(source), out=tmp_path / "RESULTS", device="cpu"
+        )
+        assert not done.broken
+    (shared,) = compare_folders([tmp_path / "RESULTS"]).fronts
+    assert shared.chosen.keys() == shared.measured.keys() == {Path(recipe).stem for recipe in recipes}
+    assert shared.quantity == "KL" and all(value > 0 for value in shared.measured.values())
+    costs = {Path(point["recipe"] or "").stem: point["costs"]["bytes"] for point in result["points"]}
+    assert {shared.front.points[number - 1].value == costs[name] for name, number in shared.chosen.items()} == {True}
 
 
 def test_dropped_attention_and_mlps(searched, source, text, tmp_path):

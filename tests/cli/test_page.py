@@ -441,6 +441,21 @@ def test_many_models_are_on_it(out):
     assert 'class="line m6"' in text and text.count("accuracy in percent by length in tokens and depth") == 2 + 9
 
 
+def test_a_front_of_several_models_is_on_it(out):
+    """A comparison of models from one search has the front with both of them, and what was measured."""
+    found = comparison(["original", "half", "quarter"])
+    shared = {key: value for key, value in FRONT.items() if key != "chosen"}
+    entry = {"front": shared, "chosen": {"half": 2, "quarter": 1}, "measured": {"half": 0.375}, "quantity": "KL"}
+    (out / "eval" / "comparison.json").write_text(json.dumps({**found, "fronts": [entry]}))
+    text, _ = parse_page(write_page(str(out)))
+    assert "Points of a front of surgery search" in text and ">0.38<" in text and "measured (KL)" in text
+    assert "half: 0.25 at 4k" in text and "quarter: 1.5 at 2k" in text and "point 3: 0 at 8k" in text
+    for change in ({"front": {**shared, "points": []}}, {"chosen": {"half": 4}}, {"chosen": {"half": EVIL}}):
+        (out / "eval" / "comparison.json").write_text(json.dumps({**found, "fronts": [{**entry, **change}]}))
+        with pytest.raises(SurgeryError, match=r"front|damaged"):
+            write_page(str(out))
+
+
 def test_a_comparison_of_a_stranger_is_text_or_damaged(out):
     place = out / "eval" / "comparison.json"
     evil = comparison(["a", EVIL])

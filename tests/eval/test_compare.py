@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 
 import pytest
 import torch
@@ -59,7 +60,26 @@ def speed(ms: float) -> SuiteResult:
     return SuiteResult(samples, {"prefill_ms": MS})
 
 
-def save(folder, name, results, *, options=None, parameters=1000, stored_bytes=None, device="cpu", reads=None, **key):
+def front(chosen, **change):
+    """A front of a search of three points, as recipes have it."""
+    points = [(2000, 1.5, 1.0, 2.5), (4000, 0.25, 0.125, 0.5), (8000, 0.0, 0.0, 0.0)]
+    data = {"cost": "bytes", "limit": 5000, "original": 8000, "at": 4096, "healing": True, "chosen": chosen}
+    return data | {"points": [dict(zip(("value", "loss", "low", "high"), point)) for point in points]} | change
+
+
+def save(
+    folder,
+    name,
+    results,
+    *,
+    options=None,
+    parameters=1000,
+    stored_bytes=None,
+    device="cpu",
+    reads=None,
+    front=None,
+    **key,
+):
     """Write results as `surgery eval --out` does."""
     folder.mkdir(exist_ok=True)
     options = options or EvalOptions()
@@ -68,7 +88,7 @@ def save(folder, name, results, *, options=None, parameters=1000, stored_bytes=N
     for suite, result in results.items():
         result.reads = {"file:/a/b.txt": "0" * 64} if reads is None else reads
         told = {"versions": VERSIONS, "device": device, "name": name, "parameters": parameters}
-        told |= {"stored_bytes": stored_bytes}
+        told |= {"stored_bytes": stored_bytes} | ({} if front is None else {"front": front})
         result.provenance = told | {"options": options.model_dump(mode="json", exclude_defaults=True)}
         whole = result_key(fingerprint, suite, options, "cpu", "float32") | key
         store.save(store.result_folder(name, fingerprint, suite), whole, result)
@@ -241,6 +261,59 @@ def test_charts_of_quality_against_costs(three):
     assert compare_folders(three, quality="needle").charts[0].quality == "needle, accuracy (%)"
     with pytest.raises(SurgeryError, match=r"--quality: nothing is called 'needel'; did you mean 'needle'"):
         compare_folders(three, quality="needel")
+
+
+# -- fronts of searches --------------------------------------------------------------------------------
+def of_one_search(tmp_path, **evil):
+    """The original, and two models from points of one front; the second from the first point."""
+    fronts = {"original": None, "half-of-a-model-with-a-long-name": front(2), "quarter": front(1) | evil}
+    losses = (1.0, 1.25, 2.0)
+    return [
+        save(tmp_path / name, name, {"ppl": ppl(loss)}, front=own) for (name, own), loss in zip(fronts.items(), losses)
+    ]
+
+
+def test_models_of_one_search_share_a_front(tmp_path):
+    """Beside the predicted loss stands the measured rise of the loss, because the divergence was not measured."""
+    from surgery.cli.main import app
+
+    folders = of_one_search(tmp_path)
+    done = compare_folders(folders[1:], folders[0])
+    (shared,) = done.fronts
+    assert shared.chosen == {"half-of-a-model-with-a-long-name": 2, "quarter": 1} and shared.quantity == "rise"
+    assert shared.measured == pytest.approx({"half-of-a-model-with-a-long-name": 0.25, "quarter": 1.0})
+    assert shared.lines()[0] == ["1", "2.0 kB", "25%", "1.5", "1 to 2.5", "1", "quarter"]
+    assert [line[-1] for line in shared.lines()] == ["quarter", "half-of-a-model-with-a-long-name", ""]
+    words = ["compare", *map(str, folders[1:]), "--base", str(folders[0])]
+    run = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "out")], env={"COLUMNS": "80"})
+    before_notes = run.stdout.partition("± is the")[0].splitlines()
+    assert run.exit_code == 0 and len(before_notes) > 8 and all(len(line) <= 80 for line in before_notes)
+    assert (
+        re.search(r"1 +2.0 kB +25% +1.5 +1 to 2.5 +1 +quarter", run.stdout) and "front of surgery search" in run.stdout
+    )
+    stored = json.loads((tmp_path / "out" / "comparison.json").read_text())["fronts"]
+    assert stored == [shared.to_dict()] and "chosen" not in stored[0]["front"]
+    markdown, latex, table = (format_comparison(done, form) for form in ("markdown", "latex", "csv"))
+    assert "| 1 | 2.0 kB | 25% | 1.5 | 1 to 2.5 | 1 | quarter |" in markdown
+    assert r"1 & 2.0 kB & 25\% & 1.5 & 1 to 2.5 & 1 & quarter \\" in latex and latex.count(r"\end{tabular}") == 2
+    rows = [row for row in csv.DictReader(io.StringIO(table)) if row["task"] == "predicted loss after healing"]
+    assert [(row["model"], row["value"], row["high"]) for row in rows][1] == ("quarter", "1.5", "2.5")
+
+
+def test_models_of_other_searches_have_other_fronts(tmp_path):
+    folders = of_one_search(tmp_path, at=8192)
+    assert [list(shared.chosen.values()) for shared in compare_folders(folders).fronts] == [[2], [1]]
+
+
+@pytest.mark.parametrize(
+    "change", [{"chosen": 4}, {"cost": EVIL}, {"points": []}, {"limit": -1}, {"more": "\x1b[2J"}, {"at": 2.5}]
+)
+def test_a_damaged_front_of_a_stranger_is_left_out(change, tmp_path):
+    """The measurements of its model are compared, and a line says what is wrong."""
+    done = compare_folders(of_one_search(tmp_path, **change))
+    assert len(done.names) == 3 and done.exit_code == 2 and len(done.fronts) == 1
+    (why,) = done.refused
+    assert why.startswith("the front of quarter is left out: front: ") and why.isprintable() and len(why) < 600
 
 
 # -- files -------------------------------------------------------------------------------------------

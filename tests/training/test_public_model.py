@@ -38,7 +38,18 @@ def test_rows_are_measured_once(tmp_path, monkeypatch, capsys):
     record = {"query": "The man lost his balance because", "choices": ["he slept.", "he slipped."], "gold": 1}
     (tmp_path / "mc").mkdir()
     (tmp_path / "mc" / "copa.jsonl").write_text(f"{json.dumps(record)}\n", encoding="utf-8")
-    command += ["--mc", str(tmp_path / "mc"), "--bits", "4", "--ruler", "niah_single_1", "--ruler-samples", "1", "--speed", "64"]
+    command += [
+        "--mc",
+        str(tmp_path / "mc"),
+        "--bits",
+        "4",
+        "--ruler",
+        "niah_single_1",
+        "--ruler-samples",
+        "1",
+        "--speed",
+        "64",
+    ]
     command += ["--work", str(tmp_path / "work"), "--out", str(out), "--device", "cpu"]
     main(command)
     rows = [json.loads(line) for line in out.read_text().splitlines()]

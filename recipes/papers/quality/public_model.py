@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -67,16 +68,20 @@ class PublicModel:
         self.work.mkdir(parents=True, exist_ok=True)
         self.done = {row_key(row) for row in read_rows(a.out)}
         self.device = device_name(choose_device(a.device))
+        self.began, self.longest, self.said_late = time.monotonic(), 0.0, False  # longest: seconds of a row
 
     def run(self) -> None:
         """Measure the rows that the file lacks."""
         self.write("original", "", partial(unchanged, self.a.source), {})
         layouts: dict[tuple[int, int, int], HealingRecipe] = {}
         for name in self.a.conversion:
+            if self.is_late():
+                return
             converted = self.convert(name)
             make, settings = partial(unchanged, str(converted)), self.conversion_settings()
-            self.write("converted", name, make, settings)
-            self.write_quantized("converted", name, make, settings)
+            if not self.a.healed_only:
+                self.write("converted", name, make, settings)
+                self.write_quantized("converted", name, make, settings)
             if not self.a.tokens:
                 continue
             recipe = self.healing_recipe(name, converted)
@@ -96,16 +101,26 @@ class PublicModel:
         """Append the row of a state unless the file has it. make() -> ({further entries}, folder of the checkpoint)."""
         row: Row = {"kind": "public", "model": Path(self.a.source).stem, "state": state, "conversion": conversion}
         row["settings"] = {**self.scoring_settings(), **settings}
-        if row_key(row) in self.done:
+        if row_key(row) in self.done or self.is_late():
             return
+        began = time.monotonic()
         entries, folder = make()
         row |= {**entries, **self.scores(folder, state), "device": self.device}
         append_row(self.a.out, row)
         self.done.add(row_key(row))
+        self.longest = max(self.longest, time.monotonic() - began)
         print(
             f"{state} {conversion}: {', '.join(f'{n} {perplexity_cell(t)}' for n, t in row['texts'].items())}",
             flush=True,
         )
+
+    def is_late(self) -> bool:
+        """Return whether a row as long as the longest one would end after --minutes; say so once."""
+        late = time.monotonic() - self.began + self.longest > 60 * self.a.minutes
+        if late and not self.said_late:
+            print(f"stopped before {self.a.minutes:g} minutes; the same command continues", flush=True)
+            self.said_late = True
+        return late
 
     def write_quantized(
         self, state: str, conversion: str, make: Callable[[], tuple[Row, str]], settings: Mapping[str, Any]
@@ -562,9 +577,20 @@ def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     running = commands.add_parser("run", help="Measure the rows that the file lacks.")
-    add = running.add_argument
+    running.add_argument("--conversion", action="append", required=True, help="Conversion recipe. Repeatable.")
+    add_arguments(running)
+    running.set_defaults(do=lambda a: PublicModel(a).run())
+    showing = commands.add_parser("show", help="Print the tables in Markdown.")
+    showing.add_argument("rows", type=Path, nargs="*", help="Files of `run`. Default: the one of the repository.")
+    showing.set_defaults(do=lambda a: print(show([row for path in a.rows or [ROWS] for row in read_rows(path)])))
+    arguments = parser.parse_args(given)
+    arguments.do(arguments)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `run` that do not say which conversions are measured."""
+    add = parser.add_argument
     add("source", help="Original checkpoint: a folder, a GGUF file or a Hub id.")
-    add("--conversion", action="append", required=True, help="Conversion recipe. Repeatable.")
     add("--calibration", type=Path, required=True, help="Calibration text.")
     add(
         "--text",
@@ -602,14 +628,10 @@ def main(given: list[str] | None = None) -> None:
     add("--seed", type=int, default=0, help="Seed of needles, prompts and training. Default: 0.")
     add("--gpus", type=int, help="Train in this number of processes, one a GPU, which share the rows of a batch.")
     add("--device", help="Compute on this device. Default: a GPU if there is one.")
+    add("--healed-only", action="store_true", help="Do not score conversions before healing.")
+    add("--minutes", type=float, default=math.inf, help="Begin no row that may end later. Default: no limit.")
     add("--work", type=Path, required=True, help="Folder of checkpoints and evaluations.")
     add("--out", type=Path, default=ROWS, help="JSON-lines file. Default: the one of the repository.")
-    running.set_defaults(do=lambda a: PublicModel(a).run())
-    showing = commands.add_parser("show", help="Print the tables in Markdown.")
-    showing.add_argument("rows", type=Path, nargs="*", help="Files of `run`. Default: the one of the repository.")
-    showing.set_defaults(do=lambda a: print(show([row for path in a.rows or [ROWS] for row in read_rows(path)])))
-    arguments = parser.parse_args(given)
-    arguments.do(arguments)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ from typing import Any
 
 from surgery.core.tables import format_number, format_tokens
 from surgery.publish.figures import size_rows
+from surgery.publish.front import check_front, cost_label, front_cells, loss_label
 from surgery.publish.html.data import PageData
+from surgery.publish.html.front import front_figure
 from surgery.publish.html.sections import NOTHING_FOUND, average_cell, figure_html, row_band, table_html
 from surgery.publish.html.svg import Axis, Point, Series, heat_map, line_chart, scatter_chart
 from surgery.publish.ratios import Ratio
@@ -46,6 +48,7 @@ def models_section(data: PageData) -> str:
         *comparison["notes"],
     ]
     parts.append("<ul>" + "".join(f"<li>{escape(str(text))}</li>" for text in remarks) + "</ul>")
+    parts += [_front(shared) for shared in comparison.get("fronts", [])]  # none in files of older versions
     parts += [_pareto(chart, kinds) for chart in comparison["charts"]]
     parts += [_needle_maps(comparison["rows"], names), _curves(comparison["rows"], kinds)]
     return "".join(parts)
@@ -132,6 +135,28 @@ def _pareto(chart: dict[str, Any], kinds: dict[str, str]) -> str:
         f"{escape(title)}, with 95% intervals. {better.capitalize()} is better. Filled points are on the Pareto front."
     )
     return figure_html(drawn, caption)
+
+
+def _front(shared: dict[str, Any]) -> str:
+    """Return a front of surgery search with the points that models were converted from, as a picture and a table."""
+    front = check_front({**shared["front"], "chosen": 1})
+    names = [f"point {number}" for number in range(1, len(front.points) + 1)]
+    models: dict[str, list[str]] = {name: [] for name in names}
+    for model, number in shared["chosen"].items():
+        models[names[int(number) - 1]].append(str(model))
+    labels = [", ".join(models[name]) or name for name in names]
+    measured, quantity = shared["measured"], str(shared["quantity"])
+    body = []
+    for name, point, (cost, share, loss, interval) in zip(names, front.points, front_cells(front)):
+        values = ", ".join(f"{float(measured[model]):.2g}" for model in models[name] if model in measured)
+        own = [values] if quantity else []
+        row = [name, (cost, point.value), (share, point.value), (loss, point.loss), interval, *own]
+        body.append([*row, ", ".join(models[name])])
+    heads = ["point", cost_label(front), "of the original", f"{loss_label(front)}, nats per token", "interval"]
+    heads += [f"measured ({quantity})"] if quantity else []
+    caption = "Points of a front of surgery search with their predicted intervals. The filled ones were converted."
+    converted = [label for label, name in zip(labels, names) if models[name]]
+    return front_figure(front, labels, converted, caption) + table_html(caption, [*heads, "model"], body)
 
 
 def _range(ends: Any) -> tuple[float, float] | None:
