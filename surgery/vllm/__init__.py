@@ -35,10 +35,10 @@ def register() -> None:
     register_parser()
     ModelRegistry.register_model(MIXER_CLASS, "surgery.vllm.model:SurgeryForCausalLM")
     ModelRegistry.register_model(WINDOW_CLASS, "surgery.vllm.model:SurgeryWindowForCausalLM")
-    ModelRegistry.register_model(SOFTCAP_CLASS, "surgery.vllm.model:SurgerySoftcapForCausalLM")
+    ModelRegistry.register_model(LOGITS_CLASS, "surgery.vllm.model:SurgeryLogitsForCausalLM")
 
 
 # The model classes of checkpoints with mixers: with linear ones, whose states make vLLM's cache a hybrid one, and with
 # windows only.
 MIXER_CLASS, WINDOW_CLASS = "SurgeryForCausalLM", "SurgeryWindowForCausalLM"
-SOFTCAP_CLASS = "SurgerySoftcapForCausalLM"  # of models without mixers that cap their logits
+LOGITS_CLASS = "SurgeryLogitsForCausalLM"  # of models without mixers that cap or scale their logits

@@ -13,8 +13,8 @@ from typing import Any
 from vllm.transformers_utils.config import get_config_parser, register_config_parser
 
 from surgery.mixers.linear_config import LinearAttention
-from surgery.vllm import MIXER_CLASS, SOFTCAP_CLASS, WINDOW_CLASS
-from surgery.vllm.servable import OWN_CLASSES, SOFTCAP, TRANSFORMERS_CLASS, check_config, is_converted
+from surgery.vllm import LOGITS_CLASS, MIXER_CLASS, WINDOW_CLASS
+from surgery.vllm.servable import OWN_CLASSES, TRANSFORMERS_CLASS, changes_logits, check_config, is_converted
 
 HF_FORMAT = "hf"
 
@@ -43,4 +43,4 @@ def choose_class(data: dict[str, Any], name: str) -> str:
         has_states = any(isinstance(mixer, LinearAttention) for mixer in table.mixers.values())
         return MIXER_CLASS if has_states else WINDOW_CLASS
     served = [cls for cls in data["architectures"] if cls in OWN_CLASSES]
-    return served[0] if served else SOFTCAP_CLASS if data.get(SOFTCAP) else TRANSFORMERS_CLASS
+    return served[0] if served else LOGITS_CLASS if changes_logits(data) else TRANSFORMERS_CLASS

@@ -28,7 +28,7 @@ from surgery.mixers.sliding_window import Window, windowed_shape
 from surgery.vllm.mixer_layer import ATTENTION_NAME, OPERATOR, MixerLayer
 from surgery.vllm.mixer_slices import MixerSlices, slice_shape
 from surgery.vllm.mixer_state import StateLayout
-from surgery.vllm.servable import SOFTCAP, check_mixer
+from surgery.vllm.servable import SOFTCAP, check_mixer, logit_scale
 
 
 class AttentionLayers(Protocol):
@@ -68,8 +68,8 @@ class LayersInModules(AttentionLayers):
         module.attn = layer
 
 
-class SurgerySoftcapForCausalLM(TransformersForCausalLM):
-    """Any causal model of transformers, whose logits are capped as its config says; vLLM 0.26 leaves that out.
+class SurgeryLogitsForCausalLM(TransformersForCausalLM):
+    """Any causal model of transformers, whose logits are capped (vLLM 0.26 leaves that out) and scaled as its config says.
 
     Structured linears are served too.
     """
@@ -77,9 +77,10 @@ class SurgerySoftcapForCausalLM(TransformersForCausalLM):
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.logits_processor.soft_cap = getattr(self.text_config, SOFTCAP, None)
+        self.logits_processor.scale *= logit_scale(self.text_config.to_dict())
 
 
-class SurgeryWindowForCausalLM(SurgerySoftcapForCausalLM):
+class SurgeryWindowForCausalLM(SurgeryLogitsForCausalLM):
     """Any causal model of transformers, with sliding windows where the checkpoint's table has them.
 
     Structured linears are served too.

@@ -9,6 +9,8 @@ This module does not import vLLM.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +41,11 @@ OWN_CLASSES = (
 )
 TRANSFORMERS_CLASS = "TransformersForCausalLM"  # vLLM's Transformers backend
 SOFTCAP = "final_logit_softcapping"  # in config.json: c of c tanh(logit / c)
-UNSCALED = ("logits_scaling", "lm_head_multiplier", "output_multiplier")  # factors that the backend leaves out
+LOGIT_FACTORS = {
+    "logits_scaling": -1,
+    "lm_head_multiplier": 1,
+    "output_multiplier": 1,
+}  # in config.json: powers of them
 BOUNDED_MASKS = ("ones", "decay", "gates", "hierarchical", "toeplitz_blocks", "block_diagonal")
 
 
@@ -49,6 +55,16 @@ class ServedTable:
 
     modules: dict[str, dict[str, Any]]
     mixers: dict[str, MixerConfig]
+
+
+def logit_scale(config: Mapping[str, Any]) -> float:
+    """Return what a model multiplies its logits by and vLLM's Transformers backend leaves out, from its config.json."""
+    return math.prod(float(config.get(key) or 1) ** power for key, power in LOGIT_FACTORS.items())
+
+
+def changes_logits(config: Mapping[str, Any]) -> bool:
+    """Return whether a model caps or scales its logits in a way that vLLM's Transformers backend may leave out."""
+    return bool(config.get(SOFTCAP)) or logit_scale(config) != 1
 
 
 def is_converted(config: dict[str, Any]) -> bool:
@@ -77,13 +93,6 @@ def check_config(config: dict[str, Any], name: str) -> ServedTable:
             f"{name} is a GPTNeoXForCausalLM, whose head has the name embed_out: vLLM's Transformers backend knows "
             "lm_head only, and vLLM's own "
             "class has another order of fused rows. Use `transformers serve`, or `surgery serve`, which chooses it"
-        )
-    factor = next((key for key in UNSCALED if config.get(key) not in (1, None)), None)
-    if factor and not {*OWN_CLASSES} & {*classes}:
-        raise SurgeryError(
-            f"{name}: the model scales its logits ({factor}: {config[factor]} in config.json), and vLLM's Transformers "
-            "backend does not: log probabilities and sampled tokens would be wrong. Use `transformers serve`, or `surgery "
-            "serve`, which chooses it"
         )
     for path, entry in modules.items():
         if not path.isascii() or "" in path.split("."):

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,15 +72,6 @@ def test_a_head_of_another_name_is_not_for_vllm(checkpoints, both, tmp_path):
     convert(str(checkpoints("gpt_neox")), make_recipe(structure="low_rank"), tmp_path / "neox")
     with pytest.raises(SurgeryError, match="whose head has the name embed_out"):
         serving.choose_server(open_converted_checkpoint(str(tmp_path / "neox")), "vllm", ADDRESS)
-
-
-def test_a_model_that_scales_its_logits_is_not_for_vllm(out, both):
-    source = open_converted_checkpoint(str(out / "btt"))
-    granite = {**source.config, "architectures": ["GraniteForCausalLM"], "logits_scaling": 1.0}
-    assert "with vLLM" in serving.choose_server(replace(source, config=granite), "vllm", ADDRESS).reason
-    scaled = replace(source, config={**granite, "logits_scaling": 8.0})
-    with pytest.raises(SurgeryError, match=r"scales its logits \(logits_scaling: 8\.0 in config\.json\)"):
-        serving.choose_server(scaled, "vllm", ADDRESS)
 
 
 def test_without_any_server_it_says_what_to_install(out, monkeypatch):

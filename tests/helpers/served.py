@@ -21,12 +21,14 @@ def random_checkpoint(folder: Path, family: str = "llama", **changes) -> Path:
     sizes |= {"num_key_value_heads": GROUPS, "vocab_size": VOCABULARY, "max_position_embeddings": 1024}
     sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
     sizes |= {"head_dim": HEAD} if family not in ("gpt_neox", "qwen2", "phi3") else {}
+    sizes |= {"logits_scaling": 4.0} if family == "granite" else {}
     config_class, model_class = {
         "llama": (t.LlamaConfig, t.LlamaForCausalLM),
         "mistral": (t.MistralConfig, t.MistralForCausalLM),
         "qwen2": (t.Qwen2Config, t.Qwen2ForCausalLM),
         "qwen3": (t.Qwen3Config, t.Qwen3ForCausalLM),
         "gemma2": (t.Gemma2Config, t.Gemma2ForCausalLM),
+        "granite": (t.GraniteConfig, t.GraniteForCausalLM),
         "phi3": (t.Phi3Config, t.Phi3ForCausalLM),
         "gpt_neox": (t.GPTNeoXConfig, t.GPTNeoXForCausalLM),
     }[family]
