@@ -239,12 +239,16 @@ def checkpoint_costs(source: CheckpointSource, lengths: tuple[int, ...] | None =
 def model_sizes(source: CheckpointSource) -> dict[str, Any]:
     """Return what results of `surgery eval` say of a checkpoint, converted or not: "cache_bytes", the bytes in the
     cache of one sequence of CACHE_TOKENS tokens, None for models of remote code and without attention; and "kept", the
-    share of the parameters of replaced matrices that is stored, None where no matrix was replaced.
+    share of the parameters of replaced matrices that is stored, None where the report tells of none.
     """
-    kept, report = None, source.folder / REPORT_NAME
-    if report.is_file():
+    kept = None
+    try:
         replaced = checkpoint_figures(read_report(source.folder, source.name)).get("replaced")
         kept = None if replaced is None else replaced.after / replaced.before
+    except (
+        SurgeryError
+    ):  # no conversion: an original, as it is or trained on; or a damaged report, which scores do not need
+        pass
     try:
         model, converted = describe_unconverted_model(source), "quantization_config" in source.config
         mixers = _mixers_of(model, mixers_of(source) if converted else {})

@@ -4,10 +4,14 @@ models.
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from helpers.small import make_recipe, tiny_config
 from helpers.small_mixers import MIXER_SPECS
+from helpers.small_training import TINY_CHECKPOINT
 from transformers import DynamicCache
 
 from surgery.checkpoint.outline import describe_checkpoint
@@ -24,7 +28,7 @@ from surgery.planning.plan import make_plan
 from surgery.publish.figures import CACHE_TOKENS
 from surgery.publish.html.data import load_page_data
 from surgery.publish.hub.model_card import _replacement_section
-from surgery.publish.summary import inspect, plan_dict
+from surgery.publish.summary import inspect, model_sizes, plan_dict
 
 SHAPE = AttentionShape(dim=12, heads=4, groups=2, key=8, value=6, scaling=8**-0.5, rotary=8)
 LENGTHS = (3, 40)  # before and after windows and blocks are full
@@ -123,3 +127,13 @@ def test_plan_inspect_page_card_and_estimate_count_the_live_cache(family, dtype,
     source = open_converted_checkpoint(str(tmp_path / "out"))
     (row,) = (line for line in _replacement_section(source, inspected).split("\n") if "cache of one sequence" in line)
     assert f"| {size_text(inspected['attention_totals']['cache_bytes'][str(CACHE_TOKENS)][1])} |" in row
+
+
+def test_sizes_of_an_original_that_was_trained(tmp_path):
+    """Its report tells of no conversion; a damaged one does not stop an evaluation either."""
+    folder = Path(shutil.copytree(TINY_CHECKPOINT, tmp_path / "CONTROL"))
+    plain = model_sizes(open_converted_checkpoint(str(folder)))
+    assert plain["kept"] is None and plain["cache_bytes"] > 0
+    for text in ('{"training": []}', "{"):
+        (folder / "surgery_report.json").write_text(text, encoding="utf-8")
+        assert model_sizes(open_converted_checkpoint(str(folder))) == plain
