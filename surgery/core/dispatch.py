@@ -129,6 +129,8 @@ class DispatchedOp:
             if kernel.accepts(*args, **kwargs) and (
                 kernel.is_faster(*args, **kwargs) if forced is None else kernel.implementation == forced
             ):
+                if forced == "kernel" and not _on_gpu(args, kwargs):
+                    _check_interpreter()
                 return kernel
         return None
 
@@ -168,6 +170,15 @@ class DispatchedOp:
         if _choice == "products" and load_kernels() and all(k.implementation != "products" for k in self.kernels):
             return None
         return str(_choice)
+
+
+def _check_interpreter() -> None:
+    """Raise SurgeryError if Triton cannot run kernels on a CPU."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise SurgeryError(
+            f'{VARIABLE}=kernel, or use_kernels("kernel"), runs Triton kernels, and this call is on a CPU. Use a GPU; or '
+            "set TRITON_INTERPRET=1 before Python starts, which interprets kernels slowly; or leave the choice out"
+        )
 
 
 def dispatched(reference: Callable[P, R]) -> Callable[P, R]:

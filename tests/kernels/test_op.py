@@ -19,6 +19,7 @@ from surgery.core.dispatch import (
     register_kernel,
     use_kernels,
 )
+from surgery.core.errors import SurgeryError
 
 
 @dispatched
@@ -32,6 +33,23 @@ def double_quickly(x, times=2):
 
 
 SMALL, LARGE = torch.ones(2), torch.ones(8)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """The kernels of these tests are functions that run on the CPU, also where a GPU has Triton compile its kernels."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def test_forced_kernels_on_a_cpu_need_the_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with (
+        use_kernels("kernel"),
+        pytest.raises(SurgeryError, match="this call is on a CPU.*set TRITON_INTERPRET=1 before"),
+    ):
+        double(SMALL)
+    with use_kernels("kernel"):
+        assert torch.equal(double(SMALL.double()), 2 * SMALL.double())  # no kernel takes it
 
 
 def test_the_reference_serves_the_cpu():
