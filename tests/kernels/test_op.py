@@ -45,7 +45,7 @@ def test_forced_kernels_on_a_cpu_need_the_interpreter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     with (
         use_kernels("kernel"),
-        pytest.raises(SurgeryError, match="this call is on a CPU.*set TRITON_INTERPRET=1 before"),
+        pytest.raises(SurgeryError, match=r"this call is on a CPU.*set TRITON_INTERPRET=1 before"),
     ):
         double(SMALL)
     with use_kernels("kernel"):

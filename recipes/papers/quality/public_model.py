@@ -412,7 +412,7 @@ def with_earlier_scores(rows: list[Row]) -> list[Row]:
 
 def marked(row: Row, name: str, cell: str) -> str:
     """Return a cell, marked if its score is of an earlier run."""
-    return f"{cell} {EARLIER}" if cell and name in row["earlier"] else cell
+    return f"{cell} {EARLIER}" if cell and name in row.get("earlier", ()) else cell
 
 
 def state_cell(row: Row) -> str:
