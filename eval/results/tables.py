@@ -137,8 +137,14 @@ def eval_table(done: Evaluation) -> list[Any]:
     return [table, *map(escape, table_notes(done))]
 
 
+def _markdown_cell(text: str) -> str:
+    """Return text that ends no cell and begins no HTML tag."""
+    return " ".join(text.split()).replace("|", r"\|").replace("<", "&lt;")
+
+
 def markdown(done: Evaluation) -> str:
     """Return the table and its notes in Markdown."""
-    lines = [headers(done), ["---"] * len(headers(done)), *table_lines(done)]
+    cells = [[_markdown_cell(text) for text in line] for line in [headers(done), *table_lines(done)]]
+    lines = [cells[0], ["---"] * len(cells[0]), *cells[1:]]
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return text + "\n\n" + "".join(f"- {said}\n" for said in table_notes(done))

@@ -216,8 +216,7 @@ def choose_server(
     if only_vllm or passed_on:
         raise SurgeryError(
             "--max-model-len and --eager are for vLLM, as are options behind `--`, and `transformers serve` serves "
-            f"{source.name}: "
-            "leave them out"
+            f"{source.name} ({'as --server says' if problem is None else f'not with vLLM: {problem}'}): leave them out"
         )
     reason = "as --server says" if problem is None else f"not with vLLM: {problem}"
     command = [sys.executable, "-c", TRANSFORMERS, "serve", str(source.folder), *arguments]

@@ -9,6 +9,7 @@ Files without fingerprints, written by hand or by early versions, do not say who
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -129,6 +130,16 @@ def explain_damage(name: str) -> Iterator[None]:
         ) from None
 
 
+def _check_ratio(row: Mapping[str, Any], ratio: Mapping[str, Any] | None) -> None:
+    """Raise ValueError for a ratio outside of its interval, or of perplexities and not positive. row: its row."""
+    if ratio is None:
+        return
+    numbers = [ratio[key] for key in ("low", "change", "high") if ratio.get(key) is not None]
+    of_perplexities = (row.get("metric") or {}).get("kind") == "ppl"
+    if sorted(numbers) != numbers or (of_perplexities and not 0 < ratio["change"] < math.inf):
+        raise ValueError(f"{row.get('suite')} has the ratio {ratio['change']} with the interval {numbers}")
+
+
 def read_results(path: Path) -> dict[str, Any]:
     """Read results.json or comparison.json. Raises SurgeryError for other content, or a file larger than MAX_BYTES."""
     if path.stat().st_size > MAX_BYTES:
@@ -136,6 +147,10 @@ def read_results(path: Path) -> dict[str, Any]:
     read = read_json(path)
     if not isinstance(read, dict) or not isinstance(read.get("rows"), list):
         raise SurgeryError(f"{path} is not a results file of `surgery eval`")
+    with explain_damage(str(path)):
+        for row in read["rows"]:
+            for ratio in (row.get("ratio"), *(row.get("ratios") or {}).values()):
+                _check_ratio(row, ratio)
     return read
 
 

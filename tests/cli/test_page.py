@@ -177,6 +177,7 @@ def test_a_damaged_front_is_not_shown(change, out):
     with_front(out, {**FRONT, **change})
     text, reader = parse_page(write_page(str(out)))
     assert "front" not in reader.ids and "<script>alert" not in text
+    assert "the front of `surgery search` in surgery_report.json is damaged" in text
     with pytest.raises(SurgeryError, match="front"):
         validate_recipe({"front": {**FRONT, **change}}, "of a test")
 
@@ -370,6 +371,12 @@ def test_results_that_are_none_are_refused(out, tmp_path):
     (tmp_path / "results.json").write_text("[]")
     with pytest.raises(SurgeryError, match="not a results file of `surgery eval`"):
         write_page(str(out), measured=tmp_path)
+    row = {"suite": "ppl", "metric": {"kind": "ppl"}}
+    for low, change, high in ((1.0, 0.5, 1.1), (None, -5, None), (None, float("inf"), None)):
+        rows = [{**row, "ratio": {"low": low, "change": change, "high": high}}]
+        (tmp_path / "results.json").write_text(json.dumps({"rows": rows}))
+        with pytest.raises(SurgeryError, match=f"damaged .*ppl has the ratio {change}"):
+            write_page(str(out), measured=tmp_path)
 
 
 def comparison(names: list[str]) -> dict:

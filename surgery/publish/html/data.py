@@ -20,6 +20,7 @@ from surgery.core.errors import SurgeryError
 from surgery.core.files import read_json
 from surgery.mixers import mixer_config
 from surgery.modeling.joined import record_paths
+from surgery.publish.front import read_front
 from surgery.publish.measured import EVAL_FOLDER, MAX_BYTES, Measurements, load_measurements
 from surgery.publish.names import mixer_title
 from surgery.publish.speed_notes import report_times
@@ -110,6 +111,8 @@ def load_page_data(name: str, measured: Path | None = None) -> PageData:
     _add_attention(data, source)
     data.notes += text_warnings(report)
     data.notes += [Text.from_markup(line).plain for line in report_times(report_linears(report, source))]
+    if (report.get("recipe") or {}).get("front") is not None and read_front(report) is None:
+        data.notes.append("the front of `surgery search` in surgery_report.json is damaged, so it is not shown")
     data.log = _read_log(source.folder / "training" / "log.jsonl", data.notes)
     folder = measured or source.folder / EVAL_FOLDER
     data.measured = load_measurements(source, folder)
