@@ -216,4 +216,4 @@ def test_no_number_of_a_table_is_cut():
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     row = next(line for line in done.stdout.splitlines() if "->" in line)
-    assert len(re.findall(r"[\d.]+[kMG] -> [\d.]+[kMG](?=\s|$)", row)) == 3, done.stdout
+    assert len(re.findall(r"[\d.]+ [kMG]?B -> [\d.]+ [kMG]?B(?=\s|$)", row)) == 3, done.stdout

@@ -135,9 +135,11 @@ def main() -> None:
     arguments = parser.parse_args()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(arguments.source, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(arguments.source, dtype=torch.float32, trust_remote_code=False)
     text = arguments.calibration.read_text(encoding="utf-8")[: 16 * arguments.tokens]
-    ids = AutoTokenizer.from_pretrained(arguments.source)(text, return_tensors="pt").input_ids[0, : arguments.tokens]
+    ids = AutoTokenizer.from_pretrained(arguments.source, trust_remote_code=False)(text, return_tensors="pt").input_ids[
+        0, : arguments.tokens
+    ]
     length = min(512, len(ids))
     modules = {name for name, _ in model.named_modules()}
     names = [n for layer in arguments.layers for n in sorted(modules) if f".{layer}." in n and n.endswith(ROLES)]
