@@ -26,7 +26,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("form", "delta"), FORMS)
 def test_shared_heads_equal_their_copies(form, delta, resumed) -> None:
     """Outputs, buckets and gradients, with and without buckets from before."""

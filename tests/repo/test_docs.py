@@ -46,6 +46,8 @@ NEED_OUT = {
     "serve.md",
     "speculation.md",
 }
+# The commands of these pages take 90 s of CPU time together: `make test-all` runs them.
+LONG = {"benchmarks.md", "search.md", "structures.md", "upgrade.md", "pretrain.md", "speculation.md"}
 TEXTS = ("calibration.txt", "heldout.txt")
 # Enough to run every command, in little time: sizes of the checkpoint, tokens that it reads, and of each text over two
 # windows of them.
@@ -127,7 +129,9 @@ def desk(tmp_path, source, quick):
     return tmp_path / "desk", {**ENVIRONMENT, "PATH": path}
 
 
-@pytest.mark.parametrize("page", TAUGHT, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, id=p.name, marks=[pytest.mark.slow] * (p.name in LONG)) for p in TAUGHT]
+)
 def test_commands_run(page, desk, request):
     place, environment = desk
     if page.name in NEED_OUT:

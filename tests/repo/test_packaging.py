@@ -133,6 +133,7 @@ def test_the_wheel_is_reproducible(sdist, wheel):
     assert members[-1].filename.endswith(".dist-info/RECORD")
 
 
+@pytest.mark.slow
 def test_two_builds_of_the_wheel_with_a_date_are_equal(sdist, tmp_path):
     """SOURCE_DATE_EPOCH is the time of all members; hash seeds, time zones and the place of the checkout do not matter."""
     pytest.importorskip("setuptools", reason="the build backend, setuptools, is not installed")
