@@ -60,6 +60,18 @@ def query_key_products(
 
 
 @triton.jit
+def read_tile(
+    q, w, p_CC, fade_C, lane, t_C, here_C, at, first, K: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
+    P: tl.constexpr,
+):  # fmt: skip
+    """Return R = fade q - P w of one chunk and query head, features `first` and on. lane: as in `query_key_products`."""
+    batch, g, j = lane
+    q_CX = load_tile(q.ptr + batch * q.b + g * q.g + j * q.j, t_C, q.t, here_C, K, first, BX)
+    w_CX = load_matrix(w + at * C * K, C, K, first, C, BX)
+    return q_CX * fade_C[:, None] - tl.dot(p_CC, w_CX, input_precision=P)
+
+
+@triton.jit
 def chunk_output(
     p_CC, v, beta, level, y, lane, t_C, here_C, at, at_v, V: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
     BV: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr,
@@ -92,12 +104,11 @@ def query_reads(
     batch, at, t_C, here_C, there = program_chunk(rows, N, g, G, WIDTH, C)
     if not there:
         return
-    p_CC = query_key_products(q, k, (batch, g, j), t_C, here_C, c, at, K, C, BX, P)
-    q_here, fade_C = q.ptr + batch * q.b + g * q.g + j * q.j, decay_from_start(c, at, C)
+    lane = batch, g, j
+    p_CC = query_key_products(q, k, lane, t_C, here_C, c, at, K, C, BX, P)
+    fade_C = decay_from_start(c, at, C)
     for first in range(0, K, BX):
-        q_CX = load_tile(q_here, t_C, q.t, here_C, K, first, BX)
-        w_CX = load_matrix(w + at * C * K, C, K, first, C, BX)
-        read_CX = q_CX * fade_C[:, None] - tl.dot(p_CC, w_CX, input_precision=P)
+        read_CX = read_tile(q, w, p_CC, fade_C, lane, t_C, here_C, at, first, K, C, BX, P)
         store_matrix(read + (at * J + j) * C * K, C, K, first, read_CX, C, BX)
 
 
@@ -121,21 +132,19 @@ def chunk_forward(
     if not there:
         return
     half = k.ptr.dtype.element_ty
-    p_CC = query_key_products(q, k, (batch, g, j), t_C, here_C, c, at, K, C, BX, P)
+    lane = batch, g, j
+    p_CC = query_key_products(q, k, lane, t_C, here_C, c, at, K, C, BX, P)
     at_l = level.ptr + batch * level.b + g * level.g + j * level.j
     out_head = out + ((batch * G + g) * J + j) * T * V
     if INNER:
-        lane = batch, g, j
         out_CV = chunk_output(p_CC, v, beta, level, y, lane, t_C, here_C, at, at_v, V, C, LOG_C, BV, P, LAMBDAS)
     else:
         out_CV = load_tile(out_head, t_C, V, here_C, V, at_v, BV).to(tl.float32)
     n, start = program_chunk_index(rows, N, WIDTH)
     a0 = first_chunk(start, top, C)
-    q_here, fade_C = q.ptr + batch * q.b + g * q.g + j * q.j, decay_from_start(c, at, C)
+    fade_C = decay_from_start(c, at, C)
     for first in range(0, K, BX):
-        q_CX = load_tile(q_here, t_C, q.t, here_C, K, first, BX)
-        w_CX = load_matrix(w + at * C * K, C, K, first, C, BX)
-        read_CX = (q_CX * fade_C[:, None] - tl.dot(p_CC, w_CX, input_precision=P)).to(half)
+        read_CX = read_tile(q, w, p_CC, fade_C, lane, t_C, here_C, at, first, K, C, BX, P).to(half)
         for lev in range(low, high):
             if has_left(a0, n, lev, BUCKET):
                 here = ((lev - low) * MOST.to(tl.int64) * G + at) * V + at_v

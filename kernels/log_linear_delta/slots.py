@@ -33,13 +33,12 @@ from surgery.kernels.gated_delta.layout import (
     decay_from_start,
     load_matrix,
     load_row,
-    load_tile,
     program_chunk,
     program_chunk_index,
     store_matrix,
     store_tile,
 )
-from surgery.kernels.log_linear_delta.chunk import chunk_output, query_key_products
+from surgery.kernels.log_linear_delta.chunk import chunk_output, query_key_products, read_tile
 from surgery.kernels.log_linear_delta.levels import (
     first_chunk,
     lambda_at,
@@ -209,9 +208,7 @@ def read_slots(
     out_CV = chunk_output(p_CC, v, beta, level, y, lane, t_C, here_C, at, at_v, V, C, LOG_C, BV, P, LAMBDAS)
     n, start = program_chunk_index(rows, N, WIDTH)
     a0 = first_chunk(start, top, C)
-    q_CK = load_tile(q.ptr + batch * q.b + g * q.g + j * q.j, t_C, q.t, here_C, K, 0, BK)
-    w_CK = load_matrix(w + at * C * K, C, K, 0, C, BK)
-    read_CK = q_CK * decay_from_start(c, at, C)[:, None] - tl.dot(p_CC, w_CK, input_precision=P)
+    read_CK = read_tile(q, w, p_CC, decay_from_start(c, at, C), lane, t_C, here_C, at, 0, K, C, BK, P)
     at_l = level.ptr + batch * level.b + g * level.g + j * level.j + t_C * level.t
     e = a0 + n
     reads = 0
