@@ -24,7 +24,7 @@ from surgery.eval.results.fronts import SharedFront
 from surgery.eval.results.models import ModelComparison, ModelRow
 from surgery.eval.results.pareto import ParetoChart
 from surgery.eval.results.statistics import Interval
-from surgery.eval.results.tables import LINE_GROUPS, format_average
+from surgery.eval.results.tables import LINE_GROUPS, escape_markdown, format_average
 from surgery.eval.suite import SUITES
 from surgery.publish.figures import KEPT, SIZES, size_rows
 from surgery.publish.front import loss_label
@@ -135,21 +135,21 @@ def _front_table(front: SharedFront) -> Any:
 
 def to_markdown(done: ModelComparison) -> str:
     """Return the table and its notes in Markdown."""
-    body = [[_escape_markdown(line[0]), _escape_markdown(line[1]), *line[2:]] for line in lines(done)]
+    body = [[escape_markdown(line[0]), escape_markdown(line[1]), *line[2:]] for line in lines(done)]
     tables = [_markdown_table(headers(done), body, 2)]
     for front in done.fronts:
         *cells, names = zip(*front.lines())
-        lines_of_front = [list(line) for line in zip(*cells, map(_escape_markdown, names))]
+        lines_of_front = [list(line) for line in zip(*cells, map(escape_markdown, names))]
         tables.append(f"{front.title}\n\n{_markdown_table(front.heads(), lines_of_front, 1)}")
     table = "\n\n".join(tables)
-    remarks = [note if note == LEGEND else _escape_markdown(note) for note in notes(done)]
+    remarks = [note if note == LEGEND else escape_markdown(note) for note in notes(done)]
     return table + "\n\n" + "".join(f"- {note}\n" for note in remarks)
 
 
 def _markdown_table(heads: Sequence[str], body: Sequence[Sequence[str]], text_columns: int) -> str:
     """Return a table whose cells are escaped; the first `text_columns` are left-aligned."""
     rule = ["---"] * text_columns + ["---:"] * (len(heads) - text_columns)
-    return "\n".join("| " + " | ".join(row) + " |" for row in [[*map(_escape_markdown, heads)], rule, *body])
+    return "\n".join("| " + " | ".join(row) + " |" for row in [[*map(escape_markdown, heads)], rule, *body])
 
 
 def to_latex(done: ModelComparison) -> str:
@@ -232,12 +232,6 @@ def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
         key: f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
         for key, value in row.items()
     }
-
-
-def _escape_markdown(text: str) -> str:
-    """Return text without Markdown's or HTML's meaning: links, emphasis, tags and cell borders."""
-    escaped = re.sub(r"([\\`*_\[\]|])", r"\\\1", " ".join(text.split()))
-    return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 LATEX = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -137,14 +138,15 @@ def eval_table(done: Evaluation) -> list[Any]:
     return [table, *map(escape, table_notes(done))]
 
 
-def _markdown_cell(text: str) -> str:
-    """Return text that ends no cell and begins no HTML tag."""
-    return " ".join(text.split()).replace("|", r"\|").replace("<", "&lt;")
+def escape_markdown(text: str) -> str:
+    """Return text without Markdown's or HTML's meaning: links, emphasis, tags and cell borders."""
+    escaped = re.sub(r"([\\`*_\[\]|])", r"\\\1", " ".join(text.split()))
+    return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def markdown(done: Evaluation) -> str:
     """Return the table and its notes in Markdown."""
-    cells = [[_markdown_cell(text) for text in line] for line in [headers(done), *table_lines(done)]]
-    lines = [cells[0], ["---"] * len(cells[0]), *cells[1:]]
+    body = [[escape_markdown(line[0]), escape_markdown(line[1]), *line[2:]] for line in table_lines(done)]
+    lines = [[*map(escape_markdown, headers(done))], ["---"] * len(headers(done)), *body]
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return text + "\n\n" + "".join(f"- {said}\n" for said in table_notes(done))

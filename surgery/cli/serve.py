@@ -213,12 +213,12 @@ def choose_server(
             "missing. "
             "Run pip install 'transformers[serving]'"
         )
+    reason = "as --server says" if problem is None else f"not with vLLM: {problem}"
     if only_vllm or passed_on:
         raise SurgeryError(
             "--max-model-len and --eager are for vLLM, as are options behind `--`, and `transformers serve` serves "
-            f"{source.name} ({'as --server says' if problem is None else f'not with vLLM: {problem}'}): leave them out"
+            f"{source.name} ({reason}): leave them out"
         )
-    reason = "as --server says" if problem is None else f"not with vLLM: {problem}"
     command = [sys.executable, "-c", TRANSFORMERS, "serve", str(source.folder), *arguments]
     return Launch(command, f"serving {source.name} with transformers serve, {reason}")
 
