@@ -15,9 +15,11 @@ from surgery.core.dispatch import DispatchedOp, KernelChoice, load_kernels
 from surgery.core.errors import SurgeryError
 from surgery.eval.speed.roofline import linear_work
 from surgery.eval.speed.timer import BenchmarkCase, Call, TimedImplementation, backward, forward, graph_call
+from surgery.modeling.quantize import make_storage, quantize_module
 from surgery.structures import STRUCTURES
 from surgery.structures.btt import BTT, btt_linear
 from surgery.structures.low_rank import FEW_TOKENS, LowRank
+from surgery.structures.quantized import QuantizedLinear
 
 SHAPES = {
     "full": ((1024, 1024), (2048, 2048), (4096, 4096), (8192, 8192), (4096, 11008)),
@@ -116,11 +118,13 @@ def linears(in_: int, out: int, device: torch.device, dtype: torch.dtype) -> Ite
 
 def compressed_linears(in_: int, out: int, device: torch.device, dtype: torch.dtype) -> Iterator[LinearEntry]:
     """Yield dense, and at half and a quarter of its parameters low rank and BTT 4 x 4: the kernel, the library's two
-    products and the reference. Ranks are those of the share, and rounded down to multiples of RANK_MULTIPLE where these
+    products, the reference, and each in FP8. Ranks are those of the share, and rounded down to multiples of RANK_MULTIPLE where these
     differ.
     """
     factory: dict[str, Any] = {"device": device, "dtype": dtype}
-    yield LinearEntry("dense", "measured", nn.Linear(in_, out, bias=False, **factory), in_ * out, "original")
+    dense = nn.Linear(in_, out, bias=False, **factory)
+    yield LinearEntry("dense", "measured", dense, in_ * out, "original")
+    yield fp8_entry("dense", dense, in_ * out)
     for name, divisor in SHARES.items():
         for config in (LowRank(), BTT(blocks=(4, 4))):
             try:
@@ -133,11 +137,13 @@ def compressed_linears(in_: int, out: int, device: torch.device, dtype: torch.dt
                 suffix = f"{name}, rank {shown.rank:,}"
                 if isinstance(shown, LowRank):
                     yield from low_rank_entries(f"low rank, {suffix}", linear)
+                    yield fp8_entry(f"low rank, {suffix}", linear, linear.macs())
                     continue
                 choices: tuple[KernelChoice, ...] = ("kernel", "products", "reference")
                 for choice in choices:
                     title = f"BTT 4 x 4, {suffix}, {choice}"
                     yield LinearEntry(title, choice, linear, linear.macs(), "btt", grid_options(linear))
+                yield fp8_entry(f"BTT 4 x 4, {suffix}", linear, linear.macs())
 
 
 def low_rank_entries(name: str, linear: Any) -> Iterator[LinearEntry]:
@@ -145,6 +151,17 @@ def low_rank_entries(name: str, linear: Any) -> Iterator[LinearEntry]:
     options = {"rank": linear.config.rank}
     yield LinearEntry(name, "reference", linear, linear.macs(), "low_rank", options)
     yield LinearEntry(f"{name}, kernel", "kernel", linear, linear.macs(), "low_rank", options)
+
+
+def fp8_entry(name: str, linear: Any, macs: int) -> LinearEntry:
+    """Return the linear with its weights in FP8, as chosen. It has no gradients."""
+    stored = quantize_module(copy.deepcopy(linear), make_storage(8, format="fp8"))
+    return LinearEntry(f"{name}, FP8", "measured", stored, macs)
+
+
+def has_gradients(entry: LinearEntry) -> bool:
+    """Return whether an entry is measured with its backward."""
+    return (entry.op, entry.choice) != ("low_rank", "kernel") and not isinstance(entry.module, QuantizedLinear)
 
 
 def without_refused(entries: list[LinearEntry], tokens: int) -> list[LinearEntry]:
@@ -193,7 +210,7 @@ def _make_case(
         call = lambda: module(x_NI)  # noqa: E731
         return backward(call, [x_NI, *module.parameters()]) if back else forward(call)
 
-    timed = [entry for entry in entries if not (back and (entry.op, entry.choice) == ("low_rank", "kernel"))]
+    timed = [entry for entry in entries if not back or has_gradients(entry)]
     implementations = [
         _make_implementation(entry, lambda m=entry.module: run(m), where, back, dtype)  # type: ignore[misc]
         for entry in without_refused(timed, where["tokens"])
@@ -216,7 +233,7 @@ def _make_graph_case(
 
     implementations = []
     for entry in entries:
-        size = sum(p.numel() * p.element_size() for p in entry.module.parameters())
+        size = sum(t.numel() * t.element_size() for t in entry.module.state_dict().values())
         copies = max(1, min(MAX_COPIES, ROTATED_BYTES // size)) if device.type == "cuda" else 1
         make = lambda m=entry.module, n=copies: run(m, n)  # noqa: E731
         implementations.append(_make_implementation(entry, make, where, False, dtype, copies))

@@ -1,4 +1,5 @@
-"""Linears stored in 8 or 4 bits, for up to 16 tokens on a GPU: `quantized_matvec_kernel` (kernels/quantized/kernel.py).
+"""Linears stored in 8 or 4 bits, for up to 16 tokens on a GPU: `quantized_matvec_kernel` (kernels/quantized/kernel.py),
+and the inputs of products in FP8: `quantize_rows_kernel` (kernels/quantized/tokens.py).
 
 Without gradients. Not yet measured on a GPU: the tiles follow from the bytes that a program keeps in flight. The
 reference writes and reads every weight in 16 bits before the product, at least four times the bytes of 8 bits, so the
@@ -17,10 +18,13 @@ from torch import Tensor
 from surgery.core.dispatch import register_kernel
 from surgery.kernels.launch import CachedLaunch
 from surgery.kernels.quantized.kernel import quantized_matvec_kernel
+from surgery.kernels.quantized.tokens import quantize_rows_kernel
 from surgery.structures.btt_products import PLAIN
+from surgery.structures.fp8 import E4M3, quantize_tokens
 from surgery.structures.quantized import FEW_TOKENS, Storage, quantized_product
 
 DTYPES = {torch.float16, torch.bfloat16, torch.float32}
+MAX_COLUMNS = 2**14  # of a row that a program reads once
 MAX_ELEMENTS = 2**31  # between the first and the last of x: the kernel counts them in 32 bits
 
 
@@ -79,3 +83,30 @@ def quantized_product_triton(x_NGK: Tensor, integers_GRX: Tensor, scale_GRS: Ten
     out_NGR = x_NGK.new_empty(N, G, R)
     _launch(sizes, G, storage, x_NGK.dtype)(x_NGK, integers_GRX, scale_GRS, out_NGR)
     return out_NGR
+
+
+def accepts_tokens(x_NK: Tensor) -> bool:
+    """Return whether the kernel rounds these rows: floats on a GPU that has e4m3, no gradients, not compiled."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x_NK) in PLAIN
+        and (x_NK.is_cpu or (x_NK.is_cuda and torch.cuda.get_device_capability(x_NK.device) >= (8, 9)))
+        and x_NK.dtype in DTYPES
+        and x_NK.numel() > 0
+        and x_NK.shape[-1] * max(1, x_NK.stride(-1)) < MAX_ELEMENTS
+        and not (torch.is_grad_enabled() and x_NK.requires_grad)
+    )
+
+
+@register_kernel(quantize_tokens, accepts=accepts_tokens)
+def quantize_tokens_triton(x_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return e4m3 rows and their scales, as `quantize_tokens`."""
+    N, K = x_NK.shape
+    rounded_NK = torch.empty(N, K, dtype=E4M3, device=x_NK.device)
+    scale_N1 = torch.empty(N, 1, dtype=torch.float32, device=x_NK.device)
+    columns = min(triton.next_power_of_2(K), MAX_COLUMNS)
+    warps = max(1, min(8, columns // 512))
+    quantize_rows_kernel[(N,)](
+        x_NK, rounded_NK, scale_N1, K, *x_NK.stride(), BK=columns, SINGLE=columns >= K, num_warps=warps
+    )
+    return rounded_NK, scale_N1

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surgery.core.dispatch import dispatched
+
 E4M3, LARGEST = torch.float8_e4m3fn, 448.0
 DIVISOR = 16  # of the sizes of a matrix that `_scaled_mm` takes
 RESULTS = (torch.bfloat16,)  # dtypes of y that `_scaled_mm` writes with scales per row
@@ -29,10 +31,16 @@ def token_scales(x_NK: Tensor) -> Tensor:
     return torch.where(scale_N1 == 0, 1.0, scale_N1)
 
 
+@dispatched
+def quantize_tokens(x_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x / s in e4m3 (N, K) and the scales s (N, 1) of `token_scales`. On a GPU a kernel computes them."""
+    scale_N1 = token_scales(x_NK)
+    return to_e4m3(x_NK, scale_N1), scale_N1
+
+
 def fp8_product(x_NK: Tensor, weight_RK: Tensor, scale_R: Tensor) -> Tensor:
     """Return y (N, R) in x's dtype. weight: e4m3."""
-    scale_N1 = token_scales(x_NK)
-    rounded_NK = to_e4m3(x_NK, scale_N1)
+    rounded_NK, scale_N1 = quantize_tokens(x_NK)
     if supports_scaled_mm(x_NK, weight_RK):
         y: Tensor = torch._scaled_mm(
             rounded_NK, weight_RK.t(), scale_a=scale_N1, scale_b=scale_R.float().unsqueeze(0), out_dtype=x_NK.dtype,

@@ -305,7 +305,9 @@ class QuantizedLinear(nn.Module):
             from surgery.structures.fp8 import fp8_product
 
             triples = zip(x_NGK.unbind(1), integers_GRX.unbind(0), scale_GRS[..., 0].unbind(0))
-            return torch.stack([fp8_product(*triple) for triple in triples], 1).reshape(*x.shape[:-1], -1)
+            products = [fp8_product(*triple) for triple in triples]
+            y_NX = products[0] if groups == 1 else torch.cat(products, 1)
+            return y_NX.reshape(*x.shape[:-1], -1)
         out_NGR: Tensor = quantized_product(x_NGK, integers_GRX, scale_GRS, self.storage)
         return out_NGR.reshape(*x.shape[:-1], -1)
 

@@ -207,14 +207,15 @@ def test_compressed_linears_become_rows_of_the_table(tmp_path, monkeypatch):
     result = bench("linear", sizes="compressed", device="cpu", out=out)
     assert result["complete"] and json.loads(out.read_text())["rows"] == json.loads(json.dumps(result["rows"]))
     rivals = {row["rival"] for row in result["rows"] if row["sizes"]["outputs"] == 320}
-    assert rivals == {"dense"} | {
+    assert rivals == {"dense", "dense, FP8"} | {
         f"{name}, {share}, rank {rank}{way}"
-        for name, ranks, way in (
-            ("low rank", {"half": (71, 64), "quarter": (35,)}, ""),
-            ("BTT 4 x 4", {"half": (17,), "quarter": (8,)}, ", reference"),
+        for name, ranks, ways in (
+            ("low rank", {"half": (71, 64), "quarter": (35,)}, ("", ", FP8")),
+            ("BTT 4 x 4", {"half": (17,), "quarter": (8,)}, (", reference", ", FP8")),
         )
         for share, ranks_of in ranks.items()
         for rank in ranks_of
+        for way in ways
     }
     on_gpu = next(row for row in result["rows"] if row.get("op") == "btt" and row["x"] == 8)
     result["rows"] += [{**on_gpu, "rival": f"BTT, {way}", "way": way, "ms": 1.0} for way in ("products", "kernel")]

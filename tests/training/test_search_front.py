@@ -57,7 +57,16 @@ def test_a_tiny_model_end_to_end(tmp_path, monkeypatch, capsys):
     out = tmp_path / "rows.jsonl"
     command = ["run", str(TINY_CHECKPOINT), "--max-bytes", "60%", "--max-bytes", "80%", "--only", "mlp pruned"]
     command += ["--front", "2", "--points", "2", "--search-tokens", "512", "--search-length", "64"]
-    command += ["--single", "pruned-half", "--calibration", str(tmp_path / "cal.txt"), "--healed-only"]
+    command += [
+        "--single",
+        "pruned-half",
+        "--calibration",
+        str(tmp_path / "cal.txt"),
+        "--states",
+        "original",
+        "healed",
+        "control",
+    ]
     command += ["--convert", "tokens=512", "--convert", "length=64", "--convert", "tune=false"]
     command += ["--text", f"a={tmp_path / 'a.txt'}", "--text", f"b={tmp_path / 'b.txt'}"]
     command += ["--data", str(tmp_path / "data.txt"), "--tokens", "256", "--healing", "linears", "--tiny"]

@@ -54,6 +54,7 @@ from surgery.training.recipe import HealingRecipe, load_healing_recipe
 
 ROWS = Path(__file__).parent / "rows" / "public_model.jsonl"  # results that belong to the repository
 KEYS = ("model", "state", "conversion", "settings")  # of a row: what was measured, and how
+STATES = ("original", "converted", "healed", "control")
 EARLIER = "†"  # marks scores of an earlier run than the others of a row
 Row = dict[str, Any]
 
@@ -63,8 +64,13 @@ class PublicModel:
     """The states of one model and their rows. Checkpoints and evaluations lie in `a.work`."""
 
     def __init__(self, a: argparse.Namespace):
-        self.a, self.work = a, a.work
+        self.a, self.work, self.states = a, a.work, a.states
         self.texts = dict(parse_text(word) for word in a.text)
+        for name in a.conversion:
+            load_recipe(name, a.convert)
+        for option, path in (("--calibration", a.calibration), ("--data", a.data), ("--mc", a.mc)):
+            if path is not None and not path.exists():
+                raise SurgeryError(f"{option} {path} does not exist; give a text of yours")
         self.work.mkdir(parents=True, exist_ok=True)
         self.done = {row_key(row) for row in read_rows(a.out)}
         self.device = device_name(choose_device(a.device))
@@ -72,14 +78,15 @@ class PublicModel:
 
     def run(self) -> None:
         """Measure the rows that the file lacks."""
-        self.write("original", "", partial(unchanged, self.a.source), {})
+        if "original" in self.states:
+            self.write("original", "", partial(unchanged, self.a.source), {})
         layouts: dict[tuple[int, int, int], HealingRecipe] = {}
         for name in self.a.conversion:
             if self.is_late():
                 return
             converted = self.convert(name)
             make, settings = partial(unchanged, str(converted)), self.conversion_settings()
-            if not self.a.healed_only:
+            if "converted" in self.states:
                 self.write("converted", name, make, settings)
                 self.write_quantized("converted", name, make, settings)
             if not self.a.tokens:
@@ -87,9 +94,15 @@ class PublicModel:
             recipe = self.healing_recipe(name, converted)
             stage = recipe.stages[-1]
             layouts.setdefault((stage.length, stage.batch, stage.rows), recipe)
-            make, settings = partial(self.heal, converted, recipe), settings | self.training_settings(self.a.healing)
-            self.write("healed", name, make, settings)
-            self.write_quantized("healed", name, make, settings)
+            if "healed" in self.states:
+                make, settings = (
+                    partial(self.heal, converted, recipe),
+                    settings | self.training_settings(self.a.healing),
+                )
+                self.write("healed", name, make, settings)
+                self.write_quantized("healed", name, make, settings)
+        if "control" not in self.states:
+            return
         for length, batch, rows in layouts:
             recipe = self.control_recipe(length, batch, rows)
             settings = {**self.training_settings("control"), "length": length, "batch": batch}
@@ -628,7 +641,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="Seed of needles, prompts and training. Default: 0.")
     add("--gpus", type=int, help="Train in this number of processes, one a GPU, which share the rows of a batch.")
     add("--device", help="Compute on this device. Default: a GPU if there is one.")
-    add("--healed-only", action="store_true", help="Do not score conversions before healing.")
+    add("--states", nargs="+", choices=STATES, default=STATES, help="States to measure. Default: all.")
     add("--minutes", type=float, default=math.inf, help="Begin no row that may end later. Default: no limit.")
     add("--work", type=Path, required=True, help="Folder of checkpoints and evaluations.")
     add("--out", type=Path, default=ROWS, help="JSON-lines file. Default: the one of the repository.")
