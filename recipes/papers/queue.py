@@ -13,7 +13,8 @@ The YAML file has `set`, the default values of the words in braces of its comman
     seconds   it starts only if this much time is left. Default: 0
     limit     it is ended after this many seconds. Default: none
 
-The first job that can start takes the lowest free GPUs; all are ended when the time is over. LOGS/jobs.jsonl gets a line for
+The first job that can start takes the lowest free GPUs; for one that waits for several, they are kept free as they become
+so. All are ended when the time is over. LOGS/jobs.jsonl gets a line for
 each job that ended. Jobs that ended with status 0 in an earlier call with the same LOGS are not run again.
 """
 
@@ -24,13 +25,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from recipes.papers.quality.quantized import run_script
 from surgery.core.errors import SurgeryError
 
 ENDED = "jobs.jsonl"
@@ -100,7 +101,7 @@ class Queue:
                     status = 124
                 if status is not None:
                     self.finish(one, status)
-            if late or not (self.start_all() or self.running):
+            if late or not (self.start_all() or self.running or any(job.needs for job in self.waiting)):
                 break
             time.sleep(0.2)
         for job in self.waiting:
@@ -108,20 +109,29 @@ class Queue:
 
     def start_all(self) -> bool:
         """Start every job that can start; return whether there was one."""
-        started = [job for job in list(self.waiting) if self.start(job)]
-        return bool(started)
+        kept: set[int] = set()  # free GPUs of earlier jobs that wait for more of them
+        started = False
+        for job in [job for job in self.waiting if self.is_ready(job)]:
+            free = self.free - kept
+            gpus = sorted(free if job.on is None else free & set(job.on))[: job.gpus]
+            if len(gpus) == job.gpus:
+                self.start(job, gpus)
+                started = True
+            elif job.gpus > 1:
+                kept |= set(gpus)
+        return started
 
-    def start(self, job: Job) -> bool:
-        """Start a job if its GPUs are free and what it waits for is there; return whether it was started."""
-        gpus = sorted(self.free if job.on is None else self.free & set(job.on))[: job.gpus]
-        ready = set(job.after) <= self.done and (not job.needs or Path(job.needs).exists())
-        if len(gpus) < job.gpus or not ready or time.monotonic() + job.seconds > self.until:
-            return False
+    def is_ready(self, job: Job) -> bool:
+        """Return whether what a job waits for is there, and enough time is left."""
+        there = set(job.after) <= self.done and (not job.needs or Path(job.needs).exists())
+        return there and time.monotonic() + job.seconds <= self.until
+
+    def start(self, job: Job, gpus: list[int]) -> None:
+        """Start a job on free GPUs."""
         self.waiting.remove(job)
         self.free -= set(gpus)
         self.running.append(Running(job, gpus, self.logs))
         print(f"{job.name}: started on {', '.join(map(str, gpus)) or 'no GPU'}", flush=True)
-        return True
 
     def finish(self, one: Running, status: int) -> None:
         """Give the GPUs of an ended job back and write its line."""
@@ -174,7 +184,4 @@ def main(given: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except SurgeryError as error:
-        sys.exit(f"error: {error}")
+    run_script(main)

@@ -68,7 +68,11 @@ class PublicModel:
         self.texts = dict(parse_text(word) for word in a.text)
         for name in a.conversion:
             load_recipe(name, a.convert)
-        for option, path in (("--calibration", a.calibration), ("--data", a.data), ("--mc", a.mc)):
+        for option, path in (
+            ("--calibration", a.calibration),
+            ("--data", a.data if a.tokens else None),
+            ("--mc", a.mc),
+        ):
             if path is not None and not path.exists():
                 raise SurgeryError(f"{option} {path} does not exist; give a text of yours")
         self.work.mkdir(parents=True, exist_ok=True)
