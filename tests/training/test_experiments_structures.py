@@ -11,9 +11,26 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from recipes.papers.experiments import cores, rate_transfer, scaling, structured_head, tuned_rates, vision
+from recipes.papers.experiments import (
+    cores,
+    rate_transfer,
+    recall,
+    regression,
+    scaling,
+    structured_head,
+    tuned_rates,
+    vision,
+)
 from recipes.papers.experiments.characters import at_equal_macs
-from recipes.papers.experiments.sweep import Cell, append_rows, gpu_minutes, is_complete, read_rows, run_sweep
+from recipes.papers.experiments.sweep import (
+    Cell,
+    append_rows,
+    gpu_minutes,
+    is_complete,
+    read_rows,
+    run_sweep,
+    stack_size,
+)
 from surgery.structures.tensor_train import BlockTensorTrainLinear, TensorTrainLinear
 
 MODULES = (cores, vision, tuned_rates, structured_head, rate_transfer)
@@ -45,6 +62,41 @@ def test_settings(module):
             assert 0 < gpu_minutes(setting, experiment.heads, lambda cell: 4) < 60
         else:
             assert experiment.judge([], setting).word == "undecided"
+
+
+SHORT = [
+    *((module, "gpu_short") for module in (scaling, cores, vision, tuned_rates, structured_head)),
+    (rate_transfer, "gpu_128"),
+    (regression, "gpu_4"),
+    (recall, "gpu_32_warm"),
+]
+
+
+@pytest.mark.parametrize("module, name", SHORT, ids=lambda value: getattr(value, "__name__", value))
+def test_short_settings_can_decide(module, name):
+    """A few minutes, rates chosen on two seeds, and more seeds for the intervals."""
+    experiment = module.EXPERIMENT
+    setting = experiment.setting(name)
+    assert gpu_minutes(setting, experiment.heads, stack_size(setting, experiment.heads, 60.0)) <= 8
+    assert setting.choosing_seeds >= 2 and setting.seeds >= 4 and not setting.as_printed
+
+
+@pytest.mark.parametrize("module", [scaling, vision])
+def test_short_settings_have_dense_widths_within_the_compute_of_btt(module):
+    setting = module.EXPERIMENT.setting("gpu_short")
+    make = scaling.make_mlp if module is scaling else vision.make_vit
+    macs = {cell: make(setting, cell, 0).macs() for cell in setting.cells}
+    btt = [count for cell, count in macs.items() if cell.method == "btt"]
+    compared = sorted(setting.widths)[scaling.MATCHED :]
+    assert any(min(btt) <= macs[Cell("dense", width)] <= max(btt) for width in compared)
+
+
+@pytest.mark.parametrize("a, b", cores.PAIRS)
+def test_the_short_setting_of_cores_compares_every_pair_at_two_widths(a, b):
+    setting = cores.EXPERIMENT.setting("gpu_short")
+    macs = {cell: scaling.make_mlp(setting, cell, 0).macs() for cell in setting.cells}
+    rival = [count for cell, count in macs.items() if cell.method == b]
+    assert sum(min(rival) <= count <= max(rival) for cell, count in macs.items() if cell.method == a) >= 2
 
 
 # -- models ---------------------------------------------------------------------------------------------

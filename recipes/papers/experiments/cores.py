@@ -28,6 +28,10 @@ SETTINGS = (
         {"dims": 64, "classes": 16, "teacher": 64, "held_out": 4096, "widths": {"tt_c2_r4": (16, 32, 64), TWO: (32, 64, 128), THREE: (64, 128), RANK: (32,)}},
     ),
     Setting(
+        "gpu_short", "gpu", (512, 1024, 2048), (TWO, THREE, FOUR, RANK), (1e-3, 3e-3, 9e-3, 2.7e-2, 8.1e-2), 4, 1500, 512, 1, BLOCKS,
+        {"dims": 3072, "classes": 64, "teacher": 256, "held_out": 32768, "widths": {TWO: (256, 512, 1024, 2048), RANK: (256, 512)}},
+    ),
+    Setting(
         "gpu", "gpu", WIDE, (TWO, THREE, FOUR, RANK, "btt_c3_r4", "tt_c2_r16"), (1e-3, 3e-3, 9e-3, 2.7e-2, 8.1e-2), 2, 4000, 1024, 1, BLOCKS,
         {"dims": 3072, "classes": 64, "teacher": 256, "held_out": 65536, "widths": {"tt_c2_r16": (64, 128, 256, 512, 1024)}},
     ),

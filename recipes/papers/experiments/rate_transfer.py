@@ -48,6 +48,10 @@ SETTINGS = (
         {"text": "surgery", "characters": 1_000_000, "held_out": 256, "mlp": 2}, every_rate=True,
     ),
     Setting(
+        "gpu_128", "gpu", (64, 256), ("softmax", "mlr"), (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2), 5, 1000, 16, 128, 4,
+        {"text": "packages", "characters": 24_000_000, "held_out": 1024}, every_rate=True,
+    ),
+    Setting(
         "gpu", "gpu", (64, 128, 256, 512), METHODS, (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2), 3, 1500, 16, 256, 4,
         {"text": "packages", "characters": 24_000_000, "held_out": 1024}, every_rate=True,
     ),

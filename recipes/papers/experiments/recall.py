@@ -84,6 +84,10 @@ SETTINGS = (
         {"vocabulary": 512, "pairs": (4, 8, 16), "held_out": 4096, "levels": 7, "warm_up": WARM_UP},
     ),
     Setting(
+        "gpu_32_warm", "gpu", (32,), CORE, (1e-3, 3e-3, 1e-2, 3e-2), 5, 8000, 128, 64, 2,
+        {"vocabulary": 512, "pairs": (4, 8, 16), "held_out": 4096, "levels": 7, "warm_up": WARM_UP},
+    ),
+    Setting(
         "gpu", "gpu", (16, 32, 64), tuple(ATTENTION), RATES, 5, 5000, 128, 128, 2,
         {"vocabulary": 8192, "pairs": (4, 8, 16, 32), "held_out": 2000},
     ),

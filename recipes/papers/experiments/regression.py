@@ -46,6 +46,7 @@ FACTOR = 2.0  # 8 heads must err this many times as much as BTT
 
 SETTINGS = (
     Setting("cpu", "cpu", (16,), METHODS, (1e-3, 3e-3), 2, 20000, 64, 16, 2, {"dims": 4, "held_out": 2048}),
+    Setting("gpu_4", "gpu", (16,), METHODS, (1e-3, 3e-3, 1e-2), 5, 20000, 128, 16, 4, {"dims": 4, "held_out": 20480}),
     Setting("gpu", "gpu", (16, 32, 64), METHODS, (1e-3, 3e-3, 1e-2), 3, 30000, 256, 32, 4, {"dims": 8, "held_out": 20480}),
     Setting("gpu_16", "gpu", (64, 128), METHODS, (1e-3, 3e-3), 2, 30000, 256, 64, 4, {"dims": 16, "held_out": 20480}),
 )  # fmt: skip

@@ -58,6 +58,10 @@ SETTINGS = (
         {"dims": 64, "classes": 16, "teacher": 64, "held_out": 4096, "widths": {"btt": (32, 64, 128, 256)}},
     ),
     Setting(
+        "gpu_short", "gpu", (64, 128, 256, 512), ("dense", "btt"), (1e-3, 3e-3, 9e-3, 2.7e-2, 8.1e-2), 4, 1500, 512, 1, BLOCKS,
+        {"dims": 3072, "classes": 64, "teacher": 256, "held_out": 32768, "widths": {"btt": (256, 512, 1024, 2048)}},
+    ),
+    Setting(
         "gpu", "gpu", DENSE_GPU, ("dense", "btt", "btt_naive", "btt_4", "monarch", "low_rank", "kronecker", "tt_c2_r16"),
         (1e-3, 3e-3, 9e-3, 2.7e-2, 8.1e-2), 2, 4000, 1024, 1, BLOCKS,
         {"dims": 3072, "classes": 64, "teacher": 256, "held_out": 65536,

@@ -47,6 +47,10 @@ SETTINGS = (
         {"text": "surgery", "characters": 1_000_000, "held_out": 256, "head": 16, "rank": 2, "classes": 32, "widths": {"btt": (32, 64)}},
     ),
     Setting(
+        "gpu_short", "gpu", (128, 192, 256), METHODS, (1e-3, 3e-3, 9e-3, 2.7e-2), 4, 1500, 16, 128, 6,
+        {"text": "packages", "characters": 24_000_000, "held_out": 2048, "head": 64, "rank": 4, "classes": VOCABULARY, "widths": {"btt": (256, 384, 512)}},
+    ),
+    Setting(
         "gpu", "gpu", (128, 192, 256), METHODS, (1e-3, 3e-3, 9e-3, 2.7e-2), 3, 3000, 32, 128, 6,
         {"text": "packages", "characters": 24_000_000, "held_out": 2048, "head": 64, "rank": 4, "classes": VOCABULARY, "widths": {"btt": (256, 384, 512, 768)}},
     ),

@@ -25,6 +25,10 @@ METHODS = ("aware", "naive")
 PAPER = "the paper: width 1,024, CIFAR-10"
 SETTINGS = (
     Setting("cpu", "cpu", (64,), METHODS, (6e-4, 1.8e-3, 5.4e-3, 1.62e-2, 4.86e-2), 4, 300, 32, 8, BLOCKS, SIZES),
+    Setting(
+        "gpu_short", "gpu", (256, 1024), METHODS, (3e-4, 9e-4, 2.7e-3, 8.1e-3, 2.43e-2, 7.29e-2), 5, 1500, 128, 16, BLOCKS,
+        {**LARGE, "held_out": 16384},
+    ),
     Setting("gpu", "gpu", (256, 1024), METHODS, (1e-4, 3e-4, 9e-4, 2.7e-3, 8.1e-3, 2.43e-2), 4, 4000, 256, 16, BLOCKS, LARGE),
 )  # fmt: skip
 SMOKE = Setting(

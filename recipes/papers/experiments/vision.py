@@ -37,6 +37,10 @@ SETTINGS = (
         {**SIZES, "widths": {"btt": (16, 32, 64, 80)}},
     ),
     Setting(
+        "gpu_short", "gpu", (32, 64, 128, 256), ("dense", "btt"), (1e-3, 3e-3, 9e-3, 2.7e-2, 8.1e-2), 4, 1500, 128, 16, BLOCKS,
+        {**LARGE, "held_out": 16384, "widths": {"btt": (64, 128, 256, 512, 1024)}},
+    ),
+    Setting(
         "gpu", "gpu", (64, 128, 256, 512), ("dense", "btt", "monarch", "monarch_16"), (3e-4, 1e-3, 3e-3, 9e-3), 2, 4000, 256, 16, BLOCKS,
         {**LARGE, "widths": {"btt": (128, 256, 512, 1024, 2048), "monarch": (128, 256, 512, 1024), "monarch_16": (256, 512, 1024, 2048)}},
     ),
