@@ -74,6 +74,8 @@ def test_rows_are_measured_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(public_model, "finetune", None)
     main(command)
     assert len(out.read_text().splitlines()) == 6
+    main([*command, "--states", "original", "--work", str(tmp_path / "other"), "--out", str(tmp_path / "one.jsonl")])
+    assert [json.loads(line)["state"] for line in (tmp_path / "one.jsonl").read_text().splitlines()] == ["original"]
     out.write_text("".join(f"{json.dumps(row)}\n" for row in rows[:5]), encoding="utf-8")
     main(command)
     again = json.loads(out.read_text().splitlines()[-1])
@@ -93,6 +95,23 @@ def test_scores_of_an_earlier_run_are_marked():
     shares = [line for line in table.splitlines() if line.count("†") == 4]
     assert len(shares) == 1 and "| 7.0M |" in table and table.endswith("same recipe and number of tokens.")
     assert "†" not in show([later, with_needles])
+
+
+def test_files_and_recipes_are_checked_first(tmp_path):
+    given = ["run", str(TINY_CHECKPOINT), "--calibration", str(TINY_CHECKPOINT / "calibration.txt")]
+    given += [
+        "--text",
+        f"a={TINY_CHECKPOINT / 'heldout.txt'}",
+        "--work",
+        str(tmp_path),
+        "--out",
+        str(tmp_path / "rows"),
+    ]
+    with pytest.raises(SurgeryError, match="--data nowhere.txt does not exist"):
+        main([*given, "--conversion", "ssd", "--data", "nowhere.txt", "--tokens", "64"])
+    with pytest.raises(SurgeryError, match="no-such-recipe"):
+        main([*given, "--conversion", "no-such-recipe", "--data", "nowhere.txt"])
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_rows_and_no_text():

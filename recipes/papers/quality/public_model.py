@@ -85,7 +85,7 @@ class PublicModel:
         if "original" in self.states:
             self.write("original", "", partial(unchanged, self.a.source), {})
         layouts: dict[tuple[int, int, int], HealingRecipe] = {}
-        for name in self.a.conversion:
+        for name in self.a.conversion if set(self.states) - {"original"} else ():
             if self.is_late():
                 return
             converted = self.convert(name)
