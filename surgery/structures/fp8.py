@@ -41,19 +41,28 @@ def quantize_tokens(x_NK: Tensor) -> tuple[Tensor, Tensor]:
 def fp8_product(x_NK: Tensor, weight_RK: Tensor, scale_R: Tensor) -> Tensor:
     """Return y (N, R) in x's dtype. weight: e4m3."""
     rounded_NK, scale_N1 = quantize_tokens(x_NK)
-    if supports_scaled_mm(x_NK, weight_RK):
+    if supports_scaled_mm(x_NK):
+        a_NK, w_RK, t_R = pad_sizes(rounded_NK, weight_RK, scale_R.float())
         y: Tensor = torch._scaled_mm(
-            rounded_NK, weight_RK.t(), scale_a=scale_N1, scale_b=scale_R.float().unsqueeze(0), out_dtype=x_NK.dtype,
-            use_fast_accum=True,
-        )  # fmt: skip
-        return y
+            a_NK, w_RK.t(), scale_a=scale_N1, scale_b=t_R.unsqueeze(0), out_dtype=x_NK.dtype, use_fast_accum=True
+        )
+        return y[:, : len(weight_RK)]
     sum_NR = F.linear(rounded_NK.float(), weight_RK.float())  # in float16 products of 448 would overflow
     return (sum_NR * scale_N1 * scale_R.float()).to(x_NK.dtype)
 
 
-def supports_scaled_mm(x_NK: Tensor, weight_RK: Tensor) -> bool:
+def pad_sizes(rounded_NK: Tensor, weight_RK: Tensor, scale_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return inputs, weights and scales with zeros up to multiples of 16 inputs and outputs, which `_scaled_mm` takes."""
+    outputs, inputs = (-size % DIVISOR for size in weight_RK.shape)
+    if not inputs and not outputs:
+        return rounded_NK, weight_RK, scale_R
+    a_NK = F.pad(rounded_NK.view(torch.uint8), (0, inputs)).view(E4M3)  # a byte of zeros is 0 in e4m3
+    w_RK = F.pad(weight_RK.view(torch.uint8), (0, inputs, 0, outputs)).view(E4M3)
+    return a_NK, w_RK, F.pad(scale_R, (0, outputs))
+
+
+def supports_scaled_mm(x_NK: Tensor) -> bool:
     """Return whether `_scaled_mm` computes a product with scales per row: on Hopper and later GPUs, in bfloat16."""
     if not x_NK.is_cuda or torch.version.hip is not None or x_NK.dtype not in RESULTS:
         return False
-    divides = all(size % DIVISOR == 0 for size in weight_RK.shape)
-    return divides and torch.cuda.get_device_capability(x_NK.device) >= (9, 0)
+    return torch.cuda.get_device_capability(x_NK.device) >= (9, 0)

@@ -48,7 +48,8 @@ class StateLayout:
     def __init__(self, mixer: LinearMixer, longest: int):
         self.mask = mixer.config.mask
         self.delay = mixer.config.window + mixer.config.sinks
-        self.shapes = {name: tuple(t.shape[1:]) for name, t in mixer.empty_state(1, "cpu").tensors.items()}
+        device = next(mixer.parameters()).device  # the ring of a window asks the layers of its gates for their sizes
+        self.shapes = {name: tuple(t.shape[1:]) for name, t in mixer.empty_state(1, device).tensors.items()}
         if BUCKETS in self.shapes:
             self.shapes[BUCKETS] = (self.count_buckets(longest), *self.shapes[BUCKETS][1:])
         for name, shape in self.shapes.items():

@@ -5,6 +5,8 @@ Needs no vLLM.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -73,6 +75,12 @@ def served(request):
     sequences = [random_tokens(length) for length in LENGTHS]
     whole = [mixer.mix(tokens.as_rows(1))[0][0].transpose(0, 1) for tokens in sequences]
     return mixer, StateLayout(mixer, max(LENGTHS)), sequences, whole
+
+
+def test_a_layout_is_made_on_the_mixer_s_device(served):
+    """vLLM builds models on the GPU, so that no other device may be assumed."""
+    mixer, layout, _, _ = served
+    assert StateLayout(copy.deepcopy(mixer).to("meta"), max(LENGTHS)).shapes == layout.shapes
 
 
 @settings(max_examples=8, deadline=None)

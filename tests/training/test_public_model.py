@@ -107,7 +107,7 @@ def test_files_and_recipes_are_checked_first(tmp_path):
         "--out",
         str(tmp_path / "rows"),
     ]
-    with pytest.raises(SurgeryError, match="--data nowhere.txt does not exist"):
+    with pytest.raises(SurgeryError, match=r"--data nowhere\.txt does not exist"):
         main([*given, "--conversion", "ssd", "--data", "nowhere.txt", "--tokens", "64"])
     with pytest.raises(SurgeryError, match="no-such-recipe"):
         main([*given, "--conversion", "no-such-recipe", "--data", "nowhere.txt"])

@@ -114,8 +114,12 @@ def test_a_reading_process_that_is_killed_is_named():
         list(ready)
 
 
-def test_a_process_reads_what_a_thread_reads(texts):
-    """Steps with tensors, states and all; also where a command follows on threads of the tokenizer that have run."""
+@pytest.mark.parametrize("parallel", [None, "true"])
+def test_a_process_reads_what_a_thread_reads(texts, monkeypatch, parallel):
+    """Steps with tensors, states and all; also where a command follows on threads of the tokenizer that have run, which
+    a forked process would wait for."""
+    if parallel is not None:
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)
     from helpers.small_training import TINY_CHECKPOINT
 
     from surgery.calibration.data import load_tokenizer
@@ -133,6 +137,20 @@ def test_a_process_reads_what_a_thread_reads(texts):
             assert (a.num_counted, a.tokens, a.data_state) == (b.num_counted, b.tokens, b.data_state)
             same = [torch.equal(x[n], y[n]) for x, y in zip(a.batches, b.batches) for n in x]
             assert len(same) == 10 and all(same)
+
+
+@pytest.mark.parametrize("given, kept", [(None, ""), ("true", ""), ("1", ""), ("false", "false"), ("0", "0")])
+def test_commands_start_no_threads_of_the_tokenizer(monkeypatch, given, kept):
+    """A value that asks for threads would let a forked process wait for ever; the data process uses all cores anyway."""
+    import os
+    import sys
+
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", given or "")
+    if given is None:
+        monkeypatch.delenv("TOKENIZERS_PARALLELISM")
+    monkeypatch.delitem(sys.modules, "tokenizers")
+    limit_tokenizer_threads()
+    assert os.environ["TOKENIZERS_PARALLELISM"] == kept
 
 
 def test_the_log_forgets_what_will_be_done_again(tmp_path):

@@ -24,6 +24,7 @@ from surgery.core.errors import SurgeryError
 
 PREFETCH_TOKENS = 2**21  # tokens to prefetch: text is tokenized a block at a time
 TOKENIZERS_PARALLELISM = "TOKENIZERS_PARALLELISM"
+NO = ("false", "off", "no", "n", "f", "0")  # its values that ask for one thread; all others ask for several
 PREFETCH_FACTOR = 4  # steps in shared memory, in transit between the processes
 
 
@@ -117,13 +118,13 @@ class ProcessPrefetcher:
 def limit_tokenizer_threads() -> None:
     """Make `tokenizers` use one thread in this process, so that it can be forked; the data process uses all cores.
 
-    Its thread pool does not survive a fork, and the library cannot tell whether the pool was started. Call this at the
-    start of a program. It sets TOKENIZERS_PARALLELISM to "", which the library reads as "false", and which differs from
-    a value set by the user. If `tokenizers` is already imported, as in a notebook, nothing changes: the library then
-    limits forks to one thread.
+    Its thread pool does not survive a fork: a forked process that used it would wait for its threads for ever. Call this
+    at the start of a program. It sets TOKENIZERS_PARALLELISM to "", which the library reads as "false", unless the user
+    asked for one thread everywhere. If `tokenizers` is already imported, as in a notebook, its pool may exist, and the
+    data process uses one thread (`_ItemDataset`).
     """
-    if "tokenizers" not in sys.modules:
-        os.environ.setdefault(TOKENIZERS_PARALLELISM, "")
+    if "tokenizers" not in sys.modules and os.environ.get(TOKENIZERS_PARALLELISM, "").lower() not in NO:
+        os.environ[TOKENIZERS_PARALLELISM] = ""
 
 
 def _ignore_interrupt(_: int) -> None:
@@ -139,8 +140,8 @@ class _ItemDataset(IterableDataset):
         """Yield the items; a SurgeryError is yielded instead of raised, because DataLoader would wrap it in
         tracebacks.
         """
-        if os.environ.get(TOKENIZERS_PARALLELISM) == "":  # see limit_tokenizer_threads
-            os.environ[TOKENIZERS_PARALLELISM] = "true"
+        # "" is the value of limit_tokenizer_threads: no pool was forked. Any other process may have used one.
+        os.environ[TOKENIZERS_PARALLELISM] = "true" if os.environ.get(TOKENIZERS_PARALLELISM) == "" else "false"
         with ThreadPrefetcher(self.items(), self.ahead) as ready:
             try:
                 yield from ready
