@@ -80,6 +80,10 @@ class StockClass(ABC):
         return {name: tensor.to(dtype) for name, tensor in model.state_dict().items() if name not in tied}
 
     @abstractmethod
+    def tiny(self, neutral_norm: bool) -> tuple[str, ...]:
+        """Return the names of the projections of kept attention whose values are so small that a norm is linear."""
+
+    @abstractmethod
     def note(self, neutral_norm: bool) -> str | None:
         """Return what training must leave frozen. neutral_norm: whether the source has no QK norm."""
 
@@ -144,6 +148,10 @@ class Qwen35(StockClass):
             f"its QK norm spans all heads ({norm} dims), and the class norms each head ({shape.key} dims)": norm
             not in (None, shape.key),
         }
+
+    def tiny(self, neutral_norm: bool) -> tuple[str, ...]:
+        """Return the names of the projections of kept attention with small values."""
+        return ("q_proj", "k_proj") if neutral_norm else ()
 
     def note(self, neutral_norm: bool) -> str | None:
         """Return what training must leave frozen."""
@@ -236,6 +244,10 @@ class Ling3(StockClass):
         }
         files: dict[str, Tensor] = revert_weight_conversion(model, state)
         return {name: tensor.contiguous() for name, tensor in files.items()}
+
+    def tiny(self, neutral_norm: bool) -> tuple[str, ...]:
+        """Return the names of the projections of kept attention with small values."""
+        return ("kv_a_proj_with_mqa",)
 
     def note(self, neutral_norm: bool) -> str | None:
         """Return what training must leave frozen."""
