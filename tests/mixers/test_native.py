@@ -324,6 +324,35 @@ def test_decoding_reads_only_buckets_that_hold_tokens(delta: bool, config: Nativ
     assert len(calls) == 50
 
 
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("config", [SMALL, Native(levels=3, block=1), Native(levels=4, block=64)])
+def test_decoding_does_not_read_empty_buckets(delta: bool, config: Native) -> None:
+    """Buckets whose bit is not set in a row's number of whole blocks may hold NaN: they are overwritten when they fill."""
+    mixer = NativeMixer(config, AttentionShape(6, 4, 4, 8, 8, 1.0))
+    torch.nn.init.normal_(mixer.level.weight)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 150, 8, generator=generator) for _ in range(3))
+    beta = torch.rand(2, 4, 150, generator=generator) if delta else None
+    gate, x = -torch.rand(2, 150, 4, generator=generator) / 8, torch.randn(2, 150, 6, generator=generator)
+    valid = torch.arange(150) >= torch.tensor([[0], [7]])
+    inputs = NativeInputs(q, F.normalize(k, dim=-1), v, x, valid, gate_BTG=gate, beta_BGT=beta)
+    own, empty = config.block > 1, 0
+    with torch.no_grad():
+        _, held = mixer.mix(inputs.at_tokens(slice(0, 30)), mixer.empty_state(2, "cpu"))
+        donated = dataclasses.replace(held, tensors={"buckets": held.tensors["buckets"].clone()})
+        for token in range(30, 150):
+            buckets_BLGFV = donated.tensors["buckets"]
+            for row, seen in enumerate(held.seen_B.tolist()):
+                for level in range(own, buckets_BLGFV.shape[1]):
+                    if not (seen // config.block) >> (level - own) & 1:
+                        buckets_BLGFV[row, level], empty = float("nan"), empty + 1
+            tokens = inputs.at_tokens(slice(token, token + 1))
+            expected, held = mixer.mix(tokens, held)
+            found, donated = mixer.mix(tokens, donated.donate())
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert empty > 50
+
+
 def test_caches_are_copied_and_refused() -> None:
     """A copied cache continues alone; one that the library's own layers filled is refused."""
     model, ids = tiny_model("qwen3_5"), token_ids()
