@@ -56,8 +56,8 @@ TOLERANCE = 1e-4  # of the largest logit in float32, between the source and the 
 @dataclass(frozen=True)
 class StockPlan:
     """A conversion into a stock class. linear: key of STOCK_CLASSES. converted: numbers of the layers that become linear.
-    config: of the result. shape: of the attention. neutral_norm: whether the source has no QK norm, so that one of the
-    stock class is made linear.
+    config: of the result. shape: of the attention. neutral_norm: whether the source has no QK norm, so that that of
+    the stock class is made linear.
     """
 
     linear: str
@@ -140,15 +140,14 @@ def plan_stock(source: CheckpointSource, recipe: ConversionRecipe, trust_remote_
     has_bias = any(name.endswith("_proj.bias") for name in shapes)
     norm = shapes.get("model.layers.0.self_attn.q_norm.weight")
     _check_kept(kept, config, stock_class.wrong(kept[0], config, norm and norm[0], has_bias), refuse)
-    if norm is None and source.dtype == torch.float16:
+    neutral = norm is None and stock_class.has_qk_norm
+    if stock_class.tiny(neutral) and source.dtype == torch.float16:
         raise refuse("float16 cannot hold the small weights that make a norm linear. Give --dtype bfloat16")
     try:
         stock = stock_class.config(model, kept[0], converted, dtype=source.dtype, has_bias=has_bias)
     except ImportError:
         raise refuse("this version of transformers does not have the class. Install transformers 5.23") from None
-    plan = StockPlan(
-        settings.linear, source.name, config.model_type, converted, stock, kept[0], norm is None, source.dtype
-    )
+    plan = StockPlan(settings.linear, source.name, config.model_type, converted, stock, kept[0], neutral, source.dtype)
     _compare_small(model, plan, refuse)
     return plan
 

@@ -37,12 +37,13 @@ def attention_sizes(shape: AttentionShape, eps: float, dtype: torch.dtype) -> At
 
 class StockClass(ABC):
     """A class of transformers. name: of the class. layer: of its linear attention, in words. linear: name of the module
-    in a layer.
+    in a layer. has_qk_norm: whether softmax attention has one.
     """
 
     name: str
     layer: str
     linear: str
+    has_qk_norm: bool
 
     @abstractmethod
     def config(
@@ -85,13 +86,13 @@ class StockClass(ABC):
 
     @abstractmethod
     def note(self, neutral_norm: bool) -> str | None:
-        """Return what training must leave frozen. neutral_norm: whether the source has no QK norm."""
+        """Return what training must leave frozen, None for nothing. neutral_norm: see `StockPlan`."""
 
 
 class Qwen35(StockClass):
     """Qwen3.5."""
 
-    name, layer, linear = "Qwen3_5ForCausalLM", "Gated DeltaNet", "linear_attn"
+    name, layer, linear, has_qk_norm = "Qwen3_5ForCausalLM", "Gated DeltaNet", "linear_attn", True
 
     def config(
         self, model: Any, shape: AttentionShape, converted: tuple[int, ...], *, dtype: torch.dtype, has_bias: bool
@@ -166,7 +167,7 @@ class Qwen35(StockClass):
 class Ling3(StockClass):
     """Ling 3.0. Its norms multiply by their weight, and its output embedding is never tied."""
 
-    name, layer, linear = "BailingHybridForCausalLM", "Kimi delta attention", "self_attn"
+    name, layer, linear, has_qk_norm = "BailingHybridForCausalLM", "Kimi delta attention", "self_attn", False
     FLOAT32 = ("conv1d", "dt_bias", "A_log")  # which the class keeps in float32
 
     def config(
