@@ -44,11 +44,30 @@ FAMILIES = [
     "kimi_linear",
     *(
         pytest.param(name, marks=SLOW)
-        for name in ("olmo_hybrid", "qwen3_next", "qwen3_5_moe", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h")
+        for name in (
+            *("olmo_hybrid", "qwen3_next", "qwen3_5_moe", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"),
+            *("zamba2", "bailing_hybrid"),
+        )
     ),
 ]
 # Families that are in no shared table, because nothing else is special about them.
 MORE = {
+    "bailing_hybrid": TinyFamily(
+        "BailingHybridForCausalLM",
+        "BailingHybridConfig",
+        {
+            **NO_HEAD_DIM,
+            "head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "dense"],
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 8,
+            "num_mtp_layers": 0,
+        },
+    ),
     "kimi_linear": TinyFamily(
         "KimiLinearForCausalLM",
         "KimiLinearConfig",
@@ -675,6 +694,20 @@ def test_structured_linears_beside_level_weights(tmp_path) -> None:
     assert "quantization_config" not in json.loads((tmp_path / "dense" / "config.json").read_text())
 
 
+def test_structured_linears_before_level_weights(tmp_path) -> None:
+    """A model with structured projections is upgraded as exactly as a dense one, and keeps them."""
+    tiny_model("mamba2").save_pretrained(tmp_path / "source")
+    surgery.convert(tmp_path / "source", LOW_RANK, tmp_path / "structured", quiet=True)
+    model, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "structured").eval(), token_ids()
+    before = logits(model, ids)
+    upgrade(model, random=False)
+    assert relative(logits(model, ids), before) < 2e-5
+    structured = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, StructuredLinear)}
+    assert structured == {"in_proj", "out_proj"}
+    upgrade(model)
+    assert relative(continued(model, ids, [29, 1, 45]), logits(model, ids)) < 1e-5
+
+
 def test_calibrated_linears_beside_level_weights() -> None:
     """A calibrated conversion fits the linears as it does without level weights, and tunes them."""
     recipe, texts = {**LOW_RANK, "tune": {"layers": 1}}, [{"input_ids": token_ids(32, rows=4)}]
@@ -693,6 +726,14 @@ def test_models_in_memory_without_a_recipe(tmp_path) -> None:
     torch.nn.init.normal_(model.get_submodule(native_paths(model)[0]).mixer.level.bias)
     model.save_pretrained(tmp_path / "saved")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval(), ids), logits(model, ids))
+
+
+def test_kernels_for_whole_layers_are_refused() -> None:
+    """`use_kernels=True` replaces layers by others, which would leave the level weights out."""
+    model = tiny_model("qwen3_5")
+    model._use_kernels = True
+    with pytest.raises(SurgeryError, match="use_kernels=True, which replaces whole layers"):
+        surgery.apply(model, "upgrade-log-linear")
 
 
 def test_names_of_the_core_functions() -> None:
