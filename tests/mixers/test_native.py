@@ -343,16 +343,17 @@ def test_decoding_reads_only_buckets_that_hold_tokens(delta: bool, config: Nativ
     assert len(calls) == 50
 
 
-@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("layer", ["Mamba-2", "Gated DeltaNet", "Kimi delta attention"])
 @pytest.mark.parametrize("config", [SMALL, Native(levels=3, block=1), Native(levels=4, block=64)])
-def test_decoding_does_not_read_empty_buckets(delta: bool, config: Native) -> None:
+def test_decoding_does_not_read_empty_buckets(layer: str, config: Native) -> None:
     """Buckets whose bit is not set in a row's number of whole blocks may hold NaN: they are overwritten when they fill."""
     mixer = NativeMixer(config, AttentionShape(6, 4, 4, 8, 8, 1.0))
     torch.nn.init.normal_(mixer.level.weight)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 4, 150, 8, generator=generator) for _ in range(3))
-    beta = torch.rand(2, 4, 150, generator=generator) if delta else None
-    gate, x = -torch.rand(2, 150, 4, generator=generator) / 8, torch.randn(2, 150, 6, generator=generator)
+    beta = torch.rand(2, 4, 150, generator=generator) if layer != "Mamba-2" else None
+    channels = (8,) if layer == "Kimi delta attention" else ()
+    gate, x = -torch.rand(2, 150, 4, *channels, generator=generator) / 8, torch.randn(2, 150, 6, generator=generator)
     valid = torch.arange(150) >= torch.tensor([[0], [7]])
     inputs = NativeInputs(q, F.normalize(k, dim=-1), v, x, valid, gate_BTG=gate, beta_BGT=beta)
     own, empty = config.block > 1, 0
@@ -370,6 +371,24 @@ def test_decoding_does_not_read_empty_buckets(delta: bool, config: Native) -> No
             found, donated = mixer.mix(tokens, donated.donate())
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert empty > 50
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2", "kimi_linear"])
+def test_models_decode_without_reading_empty_buckets(name: str) -> None:
+    """The caches of whole models hand their states on, so that no step copies one or reads an empty bucket."""
+    model, ids = upgrade(tiny_model(name)), token_ids(50)
+    full, cache, outs = logits(model, ids), DynamicCache(config=model.config), []
+    key = "cache_params" if name == "mamba2" else CACHE_NAME
+    logits(model, ids[:, :30], **{key: cache})
+    for token in range(30, 50):
+        for path in native_paths(model):
+            buckets_BLGFV = cache.layers[model.get_submodule(path).layer_idx].native.state.tensors["buckets"]
+            for level in range(1, buckets_BLGFV.shape[1]):
+                if not (token // SMALL.block) >> (level - 1) & 1:
+                    buckets_BLGFV[:, level] = float("nan")
+        positions = {} if name == "mamba2" else {"position_ids": torch.tensor([[token]])}
+        outs.append(logits(model, ids[:, token : token + 1], **{key: cache}, **positions))
+    assert relative(torch.cat(outs, 1), full[:, 30:]) < 1e-5
 
 
 def test_caches_are_copied_and_refused() -> None:
