@@ -139,7 +139,8 @@ def plan_stock(source: CheckpointSource, recipe: ConversionRecipe, trust_remote_
     kept = _kept_shapes(model, converted, refuse)
     has_bias = any(name.endswith("_proj.bias") for name in shapes)
     norm = shapes.get("model.layers.0.self_attn.q_norm.weight")
-    _check_kept(kept, config, stock_class.wrong(kept[0], config, norm and norm[0], has_bias), refuse)
+    others = stock_class.wrong(kept[0], config, norm[0] if norm else None, has_bias)
+    _check_kept(kept, config, others, refuse)
     neutral = norm is None and stock_class.has_qk_norm
     if stock_class.tiny(neutral) and source.dtype == torch.float16:
         raise refuse("float16 cannot hold the small weights that make a norm linear. Give --dtype bfloat16")
