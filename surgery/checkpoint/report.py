@@ -243,6 +243,7 @@ class StockReport(ReportModel):
     """
 
     stock_class: Text
+    linear: Text = "Gated DeltaNet"
     linear_layers: list[Count]
     softmax_layers: list[Count]
     state_bytes: Count

@@ -24,7 +24,8 @@ ROUNDING = 2.0**-13  # sqrt of mean(q^2) / eps at which float32 still adds nothi
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """Sizes of the attention that is kept. scaling: of the source's scores, which the stock class divides by sqrt(K).
+    """Sizes of the attention that is kept. rotary: dims of a key with RoPE; interleaved: whether pairs of them are
+    neighbours. scaling: of the source's scores, which the stock class divides by sqrt(K).
 
     eps: of all norms. dtype: in which the result is stored.
     """
@@ -32,6 +33,8 @@ class AttentionSizes:
     heads: int
     groups: int
     key: int
+    rotary: int
+    interleaved: bool
     scaling: float
     eps: float
     dtype: torch.dtype
@@ -118,14 +121,14 @@ def _neutral_norms(
         if name in biases:
             biases[name] = biases[name] * power
     inverse_rms = float(torch.rsqrt(torch.tensor(sizes.eps, dtype=torch.float32)))
-    factors = _pair_with_product(sizes.scaling * math.sqrt(sizes.key) / (power * inverse_rms) ** 2, sizes.dtype)
+    factors = pair_with_product(sizes.scaling * math.sqrt(sizes.key) / (power * inverse_rms) ** 2, sizes.dtype)
     return {name: linears["q"].new_full((sizes.key,), value) for name, value in zip("qk", factors)}
 
 
-def _pair_with_product(product: float, dtype: torch.dtype) -> tuple[float, float]:
-    """Return two values of `dtype` with (1 + a) (1 + b) as close to `product` as 256 values of a allow."""
+def pair_with_product(product: float, dtype: torch.dtype, offset: float = 1.0) -> tuple[float, float]:
+    """Return two values of `dtype` with (offset + a) (offset + b) as close to `product` as 256 values of a allow."""
     steps = torch.arange(256, dtype=torch.float64) / 256 * 0.5 + 0.75
     a_N = (math.sqrt(product) * steps).to(dtype).double()
-    b_N = (product / (1 + a_N) - 1).to(dtype).double()
-    best = int(((1 + a_N) * (1 + b_N) / product - 1).abs().argmin())
+    b_N = (product / (offset + a_N) - offset).to(dtype).double()
+    best = int(((offset + a_N) * (offset + b_N) / product - 1).abs().argmin())
     return float(a_N[best]), float(b_N[best])

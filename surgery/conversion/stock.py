@@ -1,5 +1,5 @@
-"""Convert a checkpoint into a stock Qwen3.5 text model: softmax attention -> Gated DeltaNet as transformers, fla and
-vLLM define it, so that the result needs no package of its own.
+"""Convert a checkpoint into a stock class of transformers: softmax attention -> Gated DeltaNet or Kimi delta attention
+as transformers defines it, so that the result needs no package of its own.
 
 Source and stock model are in memory together, in float32, and run through the layers side by side. The stock model's
 hidden states pass through the layers that are finished, so that each layer is fitted to what it will read.
@@ -31,13 +31,13 @@ from surgery.checkpoint.report import (
 from surgery.checkpoint.rewrite import rewrite_checkpoint, write_shards
 from surgery.checkpoint.safetensors_io import TensorSource
 from surgery.checkpoint.source import CheckpointSource
-from surgery.checkpoint.stock_tensors import mapped_mlp
 from surgery.conversion.mixer_init.linear import PROFILE_SAMPLES, map_statistics
 from surgery.conversion.preflight import GIVE_CALIBRATION
 from surgery.conversion.report import report_head, totals
 from surgery.conversion.score import HeldOutScore
 from surgery.conversion.sources import FolderSource
 from surgery.conversion.stock_layer import LayerSamples, initialize_layer
+from surgery.conversion.stock_modules import STOCK_MODULES
 from surgery.core.device import choose_device, device_name, fast_float32_matmul, peak_rss
 from surgery.core.dispatch import without_timed_choices
 from surgery.core.distributed import DistContext
@@ -71,7 +71,7 @@ def convert_to_stock(
     check_output_path(out, True)
     if recipe.calibration is None:
         raise SurgeryError(
-            f"stock: Gated DeltaNet is fitted to the attention of a calibration text. {GIVE_CALIBRATION}"
+            f"stock: linear attention is fitted to the attention of a calibration text. {GIVE_CALIBRATION}"
         )
     opened = source.open(progress).source
     plan = plan_stock(opened, recipe, source.trust_remote_code)
@@ -108,8 +108,6 @@ class _StockConversion:
         progress: Progress,
         loader: FolderSource,
     ):
-        from transformers.models.qwen3_5 import Qwen3_5ForCausalLM
-
         assert recipe.stock is not None
         self.source, self.plan, self.recipe, self.settings = source, plan, recipe, recipe.stock
         self.data, self.device, self.progress = data, device, progress
@@ -122,9 +120,7 @@ class _StockConversion:
         )
         self.original.set_attn_implementation("eager")  # which returns the attention map
         self.tensors: dict[str, Tensor] = self.original.state_dict()
-        config: Any = plan.config
-        stock: Any = Qwen3_5ForCausalLM(config)
-        self.stock = stock
+        self.stock: Any = plan.stock_class.build(plan.config)
         self.stock.float().to(device).eval().requires_grad_(False)
         self.stock.set_attn_implementation("eager")
 
@@ -149,8 +145,9 @@ class _StockConversion:
                     self._fit(index, before, after, valid_NT)
                 else:
                     self._measure(layer, stock_layer, before[0])
+                is_linear = index in plan.converted
                 before = [self._call(self.original, layer, x_TD) for x_TD in before]
-                after = [self._call(self.stock, stock_layer, x_TD) for x_TD in after]
+                after = [self._call(self.stock, stock_layer, x_TD, is_linear) for x_TD in after]
                 self.seconds[f"model.layers.{index}"] = round(time.perf_counter() - began, 3)
                 tick()
         self.score = self._score(before, after, ids_NT, valid_NT)
@@ -162,10 +159,10 @@ class _StockConversion:
         mask_TT = torch.full((length, length), torch.finfo(x_TD.dtype).min, device=x_TD.device).triu(1)
         return {"position_embeddings": rope, "attention_mask": mask_TT[None, None], "position_ids": positions_BT}
 
-    def _call(self, model: Any, layer: Any, x_TD: Tensor) -> Tensor:
+    def _call(self, model: Any, layer: Any, x_TD: Tensor, is_linear: bool = False) -> Tensor:
         """Return the output of a layer for one row. Padding stands behind the text, where causal layers ignore it."""
         arguments = self._arguments(model, x_TD)
-        if hasattr(layer, "linear_attn"):
+        if is_linear:
             arguments["attention_mask"] = None
         out = layer(x_TD[None], **arguments)
         out_TD: Tensor = (out[0] if isinstance(out, tuple) else out)[0]
@@ -177,10 +174,11 @@ class _StockConversion:
         self.change = max(self.change, float((stock_TD - out_TD).abs().max() / out_TD.abs().max().clamp_min(1e-30)))
 
     def _fit(self, index: int, before: list[Tensor], after: list[Tensor], valid_NT: Tensor) -> None:
-        """Fit a Gated DeltaNet to the attention of a layer. before, after: hidden states in source and stock model."""
+        """Fit linear attention to the attention of a layer. before, after: hidden states in source and stock model."""
         layer, stock_layer = self.original.model.layers[index], self.stock.model.layers[index]
         tensors = layer_tensors(self.tensors, index)
-        scale_D, mapped = mapped_mlp(tensors, self.plan.dtype)
+        stock_class = self.plan.stock_class
+        scale_D, mapped = stock_class.mlp(tensors, self.plan.dtype)
         load_tensors(stock_layer, mapped)
         targets: list[Tensor] = []
         distances: list[Tensor] = []
@@ -199,8 +197,8 @@ class _StockConversion:
             self.data.n_fit,
         )
         profile = torch.stack(distances).mean(0), torch.stack(entropies).mean(0)
-        self.errors[f"model.layers.{index}.linear_attn"] = initialize_layer(
-            stock_layer.linear_attn,
+        self.errors[f"model.layers.{index}.{stock_class.linear}"] = initialize_layer(
+            STOCK_MODULES[self.plan.linear](getattr(stock_layer, stock_class.linear)),
             tensors,
             scale_D,
             self.plan.sizes,
@@ -225,14 +223,10 @@ class _StockConversion:
         return HeldOutScore("nats per token", float(first_N.mean()), float(second_N.mean()), error, tokens)
 
     def entries(self) -> list[TensorSource]:
-        """Return the tensors of the result in the dtype of the source; a tied output embedding is left out."""
-        tied = {"lm_head.weight"} if self.stock.config.tie_word_embeddings else set()
+        """Return the tensors of the result in the dtype of the source, by their names in a checkpoint."""
         self.stock.config.dtype = self.plan.dtype
-        return [
-            TensorSource.from_tensor(name, tensor.to(self.plan.dtype))
-            for name, tensor in self.stock.state_dict().items()
-            if name not in tied
-        ]
+        files = self.plan.stock_class.files(self.stock, self.plan.dtype)
+        return [TensorSource.from_tensor(name, tensor) for name, tensor in files.items()]
 
 
 def _report(conversion: _StockConversion, entries: list[TensorSource], seconds: float) -> Report:
@@ -240,7 +234,8 @@ def _report(conversion: _StockConversion, entries: list[TensorSource], seconds: 
     before = after = 0
     for index in plan.converted:
         before += sum(p.numel() for p in conversion.original.model.layers[index].self_attn.parameters())
-        after += sum(p.numel() for p in conversion.stock.model.layers[index].linear_attn.parameters())
+        linear = getattr(conversion.stock.model.layers[index], plan.stock_class.linear)
+        after += sum(p.numel() for p in linear.parameters())
     record = {"params_before": before, "params_after": after, "macs_before": before, "macs_after": after}
     return Report(
         **report_head(source, conversion.recipe),

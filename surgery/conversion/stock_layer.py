@@ -1,9 +1,9 @@
-"""Initialize a stock Gated DeltaNet layer from softmax attention, without training the model.
+"""Initialize a stock layer with Gated DeltaNet or Kimi delta attention from softmax attention, without training the model.
 
-    o_t = W_o [norm(S_t q_t) * SiLU(z_t)],    S_t = e^{g_t} S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T
+    o_t = W_o [norm(S_t q_t) * f(z_t)],    S_t = S_{t-1} Diag(e^{g_t}) (I - beta_t k_t k_t^T) + beta_t v_t k_t^T
 
-q, k, v: SiLU of a causal convolution over the last four tokens; q and k normalized. g = -exp(A_log) softplus(W_a x +
-dt_bias); beta = sigmoid(W_b x); z = W_z x.
+q, k, v: SiLU of a causal convolution over the last four tokens; q and k normalized; beta = sigmoid(W_b x); z = W_z x. What
+differs between the two, f and g, is in `surgery.conversion.stock_modules`.
 
 The stages run in this order, and each is accepted only if the error on held-out samples falls:
 copied         q, k, v and the output projection are copied, a key/value head to each of its query heads. The convolution
@@ -23,19 +23,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from surgery.checkpoint.stock_tensors import AttentionSizes
 from surgery.conversion.mixer_init.linear import PROFILE_SAMPLES, decay_rates, step_sizes
-from surgery.mixers.masks.chunking import inverse_softplus
+from surgery.conversion.stock_modules import StockModule
 from surgery.structures import linalg
 
 GAINS = (0.25, 1.0, 4.0)  # candidate root mean squares of what SiLU reads, for q and k
 VALUE_GAIN = 0.25  # of the values; SiLU(x) = x / 2 + x^2 / 4 - ..
-GATE = 4.0  # z at the start: SiLU(4) = 3.93, almost linear
 CONSTANT_RIDGE, OUTPUT_RIDGE = 1e-4, 1e-3  # relative to the mean of the diagonal
 BATCH_TOKENS, STEP_TOKENS = 4096, 1024  # in a pass without gradients, and in a step of training
 RATES = {"matrices": 1e-3, "vectors": 1e-2}  # of Adam; decay to zero along half a cosine
@@ -61,7 +59,7 @@ class LayerSamples:
 
 
 def initialize_layer(
-    module: Any,
+    module: StockModule,
     layer: Mapping[str, Tensor],
     scale_D: Tensor,
     sizes: AttentionSizes,
@@ -70,19 +68,21 @@ def initialize_layer(
     profile: tuple[Tensor, Tensor],
     steps: int,
 ) -> dict[str, float]:
-    """Initialize a Gated DeltaNet module in place; return the held-out error after each stage.
+    """Initialize a module in place; return the held-out error after each stage.
 
     layer: tensors of the source's layer. scale_D: what its columns are multiplied by, see `split_norm`. profile: mean
     distance and entropy of the attention, (H,) each.
     """
     constant_D = constant_direction(samples)
-    copy_attention(module, layer, scale_D, sizes, constant_D)
+    rows = attention_rows(layer, scale_D, sizes, constant_D)
+    module.copy(rows, layer["self_attn.o_proj.weight"], constant_D)
     set_gains(module, samples, VALUE_GAIN, GAINS[0])
     scale_output(module, samples)
     errors = {"copied": held_out_error(module, samples)}
 
     def profile_stage() -> None:
-        set_gates(module, constant_D, *profile)
+        distance_H, entropy_H = profile
+        module.set_gates(decay_rates(distance_H), step_sizes(entropy_H), constant_D)
         scale_output(module, samples)
 
     def features_stage() -> None:
@@ -90,8 +90,8 @@ def initialize_layer(
         for gain in GAINS[1:]:
             set_gains(module, samples, VALUE_GAIN, gain)
             scale_output(module, samples)
-            candidates.append((held_out_error(module, samples), copy_state(module)))
-        module.load_state_dict(min(candidates, key=lambda pair: pair[0])[1])
+            candidates.append((held_out_error(module, samples), copy_state(module.module)))
+        module.module.load_state_dict(min(candidates, key=lambda pair: pair[0])[1])
 
     def local_stage() -> None:
         train_layer(module, samples, steps)
@@ -104,11 +104,11 @@ def initialize_layer(
         **({"local": local_stage} if steps else {}),
     }
     for name, run in stages.items():
-        before, least = copy_state(module), min(errors.values())
+        before, least = copy_state(module.module), min(errors.values())
         run()
         errors[name] = held_out_error(module, samples)
         if not errors[name] < least:
-            module.load_state_dict(before)
+            module.module.load_state_dict(before)
     return errors
 
 
@@ -138,10 +138,13 @@ def _ridge(moment_FF: Tensor, share: float) -> Tensor:
 
 
 @torch.no_grad()
-def copy_attention(
-    module: Any, layer: Mapping[str, Tensor], scale_D: Tensor, sizes: AttentionSizes, constant_D: Tensor
-) -> None:
-    """Copy the projections of softmax attention, and set the gates to constants."""
+def attention_rows(
+    layer: Mapping[str, Tensor], scale_D: Tensor, sizes: AttentionSizes, constant_D: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows (F, D) of q, k and v of softmax attention, with a key/value head for each query head.
+
+    Biases are read from the hidden states; the weights of a QK norm are in the rows.
+    """
     repeats = sizes.heads // sizes.groups
     rows = []
     for name in "qkv":
@@ -151,45 +154,31 @@ def copy_attention(
         if (norm_K := layer.get(f"self_attn.{name}_norm.weight")) is not None:
             weight_HKD = weight_HKD * norm_K[:, None]
         rows.append((weight_HKD if name == "q" else weight_HKD.repeat_interleave(repeats, 0)).flatten(0, 1))
-    module.in_proj_qkv.weight.copy_(torch.cat(rows))
-    module.in_proj_z.weight.copy_(GATE * constant_D.expand_as(module.in_proj_z.weight))
-    for parameter in (module.in_proj_a.weight, module.in_proj_b.weight, module.A_log):
-        parameter.zero_()
-    module.dt_bias.fill_(-20.0)
-    module.norm.weight.fill_(1.0)
-    module.out_proj.weight.copy_(layer["self_attn.o_proj.weight"])
+    return rows[0], rows[1], rows[2]
 
 
 @torch.no_grad()
-def set_gains(module: Any, samples: LayerSamples, value_gain: float, key_gain: float) -> None:
+def set_gains(module: StockModule, samples: LayerSamples, value_gain: float, key_gain: float) -> None:
     """Set the convolution to a factor on the current token, so that what SiLU reads has these root mean squares."""
     row = samples.x_NTD[0][samples.valid_NT[0]]
     gains = []
-    widths = [module.key_dim, module.key_dim, module.value_dim]
-    for states_ND, gain in zip(module.in_proj_qkv(row).split(widths, dim=-1), (key_gain, key_gain, value_gain)):
+    for states_ND, gain in zip(module.qkv(row), (key_gain, key_gain, value_gain)):
         size = states_ND.square().mean().sqrt().clamp_min(1e-12)
         gains.append((gain / size).expand(states_ND.shape[-1]))
-    module.conv1d.weight.zero_()
-    module.conv1d.weight[:, 0, -1] = torch.cat(gains)
-
-
-# -- profile ---------------------------------------------------------------------------------------
-@torch.no_grad()
-def set_gates(module: Any, constant_D: Tensor, distance_H: Tensor, entropy_H: Tensor) -> None:
-    """Set decay and step sizes from the mean distance and the entropy of the teacher's attention."""
-    module.dt_bias.copy_(inverse_softplus(decay_rates(distance_H)))
-    module.in_proj_b.weight.copy_(step_sizes(entropy_H).logit()[:, None] * constant_D)
+    convolution = module.module.conv1d.weight
+    convolution.zero_()
+    convolution[:, 0, -1] = torch.cat(gains)
 
 
 # -- output ----------------------------------------------------------------------------------------
-def output_error(module: Any, samples: LayerSamples, rows: slice) -> tuple[Tensor, Tensor]:
+def output_error(module: StockModule, samples: LayerSamples, rows: slice) -> tuple[Tensor, Tensor]:
     """Return o - o* and o* of the real tokens of some rows, (tokens, D) each."""
     valid_NT, target_NTD = samples.valid_NT[rows], samples.target_NTD[rows]
-    return (module(samples.x_NTD[rows]) - target_NTD)[valid_NT], target_NTD[valid_NT]
+    return (module.module(samples.x_NTD[rows]) - target_NTD)[valid_NT], target_NTD[valid_NT]
 
 
 @torch.no_grad()
-def held_out_error(module: Any, samples: LayerSamples) -> float:
+def held_out_error(module: StockModule, samples: LayerSamples) -> float:
     """Return |o - o*| / |o*| over the real tokens of the held-out rows."""
     difference = norm = 0.0
     for rows in samples.batches(held=True):
@@ -201,16 +190,16 @@ def held_out_error(module: Any, samples: LayerSamples) -> float:
 
 
 @torch.no_grad()
-def output_moments(module: Any, samples: LayerSamples, most: int | None = None) -> tuple[Tensor, Tensor]:
+def output_moments(module: StockModule, samples: LayerSamples, most: int | None = None) -> tuple[Tensor, Tensor]:
     """Return E[f f^T] (F, F) and E[y* f^T] (D, F) of what the output projection reads, in float64. most: rows at most."""
     seen: list[Tensor] = []
-    hook = module.out_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    features, width = module.value_dim, samples.x_NTD.shape[-1]
+    hook = module.output.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    features, width = module.output.in_features, samples.x_NTD.shape[-1]
     moment_FF = samples.x_NTD.new_zeros(features, features, dtype=torch.float64)
     cross_DF = samples.x_NTD.new_zeros(width, features, dtype=torch.float64)
     try:
         for rows in samples.batches(held=False, most=most):
-            module(samples.x_NTD[rows])
+            module.module(samples.x_NTD[rows])
             f_NF = seen.pop()[samples.valid_NT[rows]]
             moment_FF += f_NF.mT @ f_NF
             cross_DF += samples.target_NTD[rows][samples.valid_NT[rows]].mT @ f_NF
@@ -220,28 +209,28 @@ def output_moments(module: Any, samples: LayerSamples, most: int | None = None) 
 
 
 @torch.no_grad()
-def scale_output(module: Any, samples: LayerSamples) -> None:
+def scale_output(module: StockModule, samples: LayerSamples) -> None:
     """Multiply the output projection by the one factor that fits best."""
     moment_FF, cross_DF = output_moments(module, samples, PROFILE_SAMPLES)
-    weight_DF = module.out_proj.weight.double()
+    weight_DF = module.output.weight.double()
     factor = (weight_DF * cross_DF).sum() / ((weight_DF @ moment_FF) * weight_DF).sum().clamp_min(1e-30)
-    module.out_proj.weight.mul_(factor.to(module.out_proj.weight))
+    module.output.weight.mul_(factor.to(module.output.weight))
 
 
 @torch.no_grad()
-def solve_output(module: Any, samples: LayerSamples) -> None:
+def solve_output(module: StockModule, samples: LayerSamples) -> None:
     """Set the output projection to the ridge regression around its present weights."""
     moment_FF, cross_DF = output_moments(module, samples)
-    weight_DF = module.out_proj.weight.double()
+    weight_DF = module.output.weight.double()
     residual_FD = (cross_DF - weight_DF @ moment_FF).mT
     change_FD = linalg.solve(moment_FF + _ridge(moment_FF, OUTPUT_RIDGE), residual_FD)
-    module.out_proj.weight.copy_(weight_DF + change_FD.mT)
+    module.output.weight.copy_(weight_DF + change_FD.mT)
 
 
 # -- local -----------------------------------------------------------------------------------------
-def train_layer(module: Any, samples: LayerSamples, steps: int) -> None:
+def train_layer(module: StockModule, samples: LayerSamples, steps: int) -> None:
     """Train all parameters of the layer, on STEP_TOKENS tokens for each step."""
-    named = dict(module.named_parameters())
+    named = dict(module.module.named_parameters())
     is_matrix = {name: p.dim() == 2 for name, p in named.items()}
     groups = [
         {"params": [p for name, p in named.items() if is_matrix[name]], "lr": RATES["matrices"]},
@@ -262,4 +251,4 @@ def train_layer(module: Any, samples: LayerSamples, steps: int) -> None:
             nn.utils.clip_grad_norm_(list(named.values()), 1.0)
             adam.step()
             schedule.step()
-    module.requires_grad_(False)
+    module.module.requires_grad_(False)

@@ -33,7 +33,7 @@ from surgery.mixers.masks.base import Mask, MaskInputs
 from surgery.mixers.masks.channel_gates import CHUNK as CHANNELS_CHUNK
 from surgery.mixers.masks.channel_gates import log_linear_channels
 from surgery.mixers.masks.gates import Gates, GatesMask
-from surgery.mixers.masks.log_linear import Hierarchical, HierarchicalMask
+from surgery.mixers.masks.log_linear import Hierarchical, HierarchicalMask, pool_plan, step_alive_buckets
 from surgery.mixers.native_config import Native
 from surgery.mixers.padding import Unpadder
 from surgery.mixers.projections import Float32Linear, autocast_disabled
@@ -159,12 +159,13 @@ class NativeMixer(Mixer):
             rows = self._rows(inputs, unpadder, state)
             before = None if state is None else state.tensors
             buckets: dict[str, Tensor] | None
-            if rows.signals["gate"].dim() == 4:
+            by_channel, is_step = rows.signals["gate"].dim() == 4, inputs.x_BTD.shape[1] == 1
+            if state is not None and is_step and _may_overwrite(state):
+                out_BGJTV, buckets = self._step_in_place(_expand_heads(rows), state.tensors)
+            elif by_channel:
                 out_BGJTV, buckets = self._mix_channels(rows, state)
-            elif before is not None and inputs.x_BTD.shape[1] == 1:
-                assert state is not None
-                step = self._step_in_place if _may_overwrite(state) else self._step
-                out_BGJTV, buckets = step(_expand_heads(rows), before)
+            elif before is not None and is_step:
+                out_BGJTV, buckets = self._step(_expand_heads(rows), before)
             else:
                 out_BGJTV, buckets = self._mix_chunks(rows, before)
             out_BHTV = unpadder.pad(out_BGJTV.squeeze(2), dim=2)
@@ -185,8 +186,24 @@ class NativeMixer(Mixer):
         if size > buckets_BLGFV.shape[1]:
             buckets_BLGFV = F.pad(buckets_BLGFV, (0, 0, 0, 0, 0, 0, 0, size - buckets_BLGFV.shape[1]))
         pool, page_B = {"buckets": buckets_BLGFV}, torch.arange(len(buckets_BLGFV), device=buckets_BLGFV.device)
-        out_BGJTV: Tensor = self.mask("step_in_pool", rows, pool, page_B)
-        return out_BGJTV, pool
+        if rows.signals["gate"].dim() == 3:
+            out_BGJTV: Tensor = self.mask("step_in_pool", rows, pool, page_B)
+            return out_BGJTV, pool
+        assert rows.beta_BGT is not None
+        counts = tuple(rows.start_B.tolist()), tuple(rows.count_B.tolist())
+        out_BGJV = step_alive_buckets(
+            rows.q_BGJTF.squeeze(3),
+            rows.k_BGTF.squeeze(2),
+            rows.v_BGTV.squeeze(2),
+            rows.beta_BGT.squeeze(2),
+            rows.signals["gate"].squeeze(1),
+            rows.signals["level"].squeeze(1),
+            pool_PNGFV=buckets_BLGFV,
+            page_B=page_B,
+            plan=pool_plan(*counts, bits, buckets_BLGFV.shape[1], page_B.device),
+            first_level=0 if bits else 1,
+        )
+        return out_BGJV.unsqueeze(3), pool
 
     def _mix_chunks(
         self, rows: MaskInputs, before: dict[str, Tensor] | None

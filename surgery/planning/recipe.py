@@ -175,13 +175,14 @@ class NativeRecipe(_StrictModel):
 
 
 class StockRecipe(_StrictModel):
-    """Gated DeltaNet as the layers of a stock Qwen3.5 text model have it.
+    """Linear attention as the layers of a class of transformers have it (surgery.planning.stock_classes).
 
-    interval: layers whose number, counted from 1, is a multiple of it keep softmax attention. layers: range of layer
-    numbers; layers outside of it keep softmax too. steps: of Adam, which train each new layer towards the output of the
-    attention that it replaces.
+    linear: gated-deltanet, of Qwen3.5, or kda, Kimi delta attention of Ling 3.0. interval: layers whose number, counted
+    from 1, is a multiple of it keep softmax attention. layers: range of layer numbers; layers outside of it keep softmax
+    too. steps: of Adam, which train each new layer towards the output of the attention that it replaces.
     """
 
+    linear: Literal["gated-deltanet", "kda"] = "gated-deltanet"
     interval: Annotated[int, Field(ge=2, strict=True)] = 4
     layers: str = ":"
     steps: Annotated[int, Field(ge=0, le=100_000, strict=True)] = 100

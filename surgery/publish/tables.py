@@ -341,7 +341,7 @@ def stock_lines(stock: dict[str, Any] | None) -> list[str]:
     linear, softmax = len(stock["linear_layers"]), len(stock["softmax_layers"])
     token = stock["token_bytes"]
     return [
-        f"{stock['stock_class']}, which loads without surgery: Gated DeltaNet in {linear} layers, softmax in {softmax}, whose "
+        f"{stock['stock_class']}, which loads without surgery: {stock.get('linear', 'Gated DeltaNet')} in {linear} layers, softmax in {softmax}, whose "
         f"outputs changed by up to {stock['change']:.1e} of the largest",
         f"cache of one sequence: {token['before']:,} -> {token['after']:,} bytes per token, and a state of "
         f"{stock['state_bytes']:,} bytes in float32",

@@ -227,6 +227,8 @@ def check_exported_tensors(target: Path, source: CheckpointSource, new: dict[str
 
 
 def _stored_bytes(info: TensorInfo) -> Tensor:
+    if info.tensor is not None:  # joined from parts on opening
+        return _bytes(info.tensor)
     return read_tensor(replace(info, dtype="U8", shape=(info.nbytes,)), check=False)
 
 

@@ -65,7 +65,7 @@ from surgery.training.sharded_tensors import allocate_meta_tensors, copy_full_, 
 from surgery.training.stages import STAGES, Stage, StageModels
 from surgery.training.stages.base import READOUT
 from surgery.training.stages.lora import LoraStage
-from surgery.training.suitability import recipe_warnings
+from surgery.training.suitability import check_kept_frozen, recipe_warnings
 from surgery.training.validation import Validation
 from surgery.training.weight_norm import add_core_norms, fold_core_norms, folded_parameters
 
@@ -219,6 +219,9 @@ class StageRunner:
             batch_layout(self.accelerator, config)
         changed = changed_parameters(self.recipe, models, self.roles)
         report = model_loading.conversion_report(self.source)
+        stages = [STAGES[config](config) for config in self.recipe.stages]
+        loras = [stage.adapted_weights(models, self.roles) for stage in stages if isinstance(stage, LoraStage)]
+        check_kept_frozen(self.source.name, report.get("stock"), changed.union(*loras))
         whole = bool(report.get("depth") or report.get("stock"))
         for warning in recipe_warnings(self.source.name, models.student, self.recipe.stages, converted_whole=whole):
             self.progress.say(f"warning: {warning}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 import transformers
@@ -15,6 +17,7 @@ from surgery.checkpoint.joined_convolutions import join_convolutions, joined_con
 from surgery.checkpoint.safetensors_io import read_header
 from surgery.checkpoint.source import open_checkpoint
 from surgery.core.errors import SurgeryError
+from surgery.training.export import check_exported_tensors
 
 PREFIX = "model.layers.0.linear_attn."
 PARTS = [f"{PREFIX}{letter}_conv1d.weight" for letter in "qkv"]
@@ -93,3 +96,15 @@ def test_what_is_joined(source, tmp_path) -> None:
     save_file(mixed, tmp_path / "mixed.safetensors")
     with pytest.raises(SurgeryError, match=r"q_conv1d\.weight.* must have one dtype"):
         join_convolutions(config, read_header(tmp_path / "mixed.safetensors"))
+
+
+def test_trained_checkpoints_are_compared_with_the_joined_tensor(source, tmp_path) -> None:
+    """finetune writes what it did not train as it was; a convolution in parts is compared joined."""
+    opened = open_checkpoint(str(source))
+    check_exported_tensors(source, opened, {})
+    tensors = load_file(source / "model.safetensors")
+    tensors[PARTS[1]][0, 0, 0] += 1
+    shutil.copytree(source, tmp_path / "other")
+    save_file(tensors, tmp_path / "other" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SurgeryError, match="conv1d"):
+        check_exported_tensors(tmp_path / "other", opened, {})

@@ -1,4 +1,4 @@
-"""Conversions into a stock Qwen3.5 text model: exact mapping, refusals, loading without surgery, training."""
+"""Conversions into stock classes (Qwen3.5, Ling 3.0): exact mapping, refusals, loading without surgery, training."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 import surgery
 from surgery.checkpoint.source import open_checkpoint
-from surgery.checkpoint.stock_tensors import split_norm
+from surgery.checkpoint.stock_latent import LATENT_EPS, latent_attention, latent_sizes, longrope
+from surgery.checkpoint.stock_tensors import AttentionSizes, split_norm
 from surgery.core.errors import SurgeryError
 from surgery.mixers import AttentionShape
 from surgery.mixers.common.bidirectional import dense_output
@@ -29,6 +31,7 @@ from surgery.mixers.masks.gates import Gates, GatesMask
 from surgery.planning.recipe import load_recipe
 from surgery.planning.stock import plan_stock
 from surgery.publish.summary import inspect
+from surgery.training.suitability import check_kept_frozen
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -52,6 +55,13 @@ FIT = {
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
 }
+KDA_FIT = {
+    "llama": FIT["llama"],
+    "llama-tied": FIT["llama-tied"],
+    "llama-yarn": FIT["llama-yarn"],
+    "one group": ("MistralConfig", {"sliding_window": None, "num_key_value_heads": 1}),
+    "neighbouring dims": ("HeliumConfig", {"head_dim": 8}),
+}
 REFUSED = {
     "norms behind": ("Olmo2Config", {}),
     "sliding window": ("MistralConfig", {"sliding_window": 64}),
@@ -74,6 +84,21 @@ REFUSED = {
         },
     ),
 }
+KDA_REFUSED = {
+    "QK norm, and the latent attention of the class has none": ("Qwen3Config", {"head_dim": 16}),
+    "q_proj has a bias": ("Qwen2Config", {}),
+    "16 groups of keys and values": ("LlamaConfig", {"num_attention_heads": 16, "num_key_value_heads": 16}),
+    "depend on the length of the text": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+    "norms behind": REFUSED["norms behind"],
+}
+
+
+needs_ling = pytest.mark.skipif(
+    not hasattr(transformers, "BailingHybridForCausalLM"), reason="this version of transformers does not have the class"
+)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +110,7 @@ def sources(tmp_path_factory):
         key = name, json.dumps(options, sort_keys=True), dtype
         if key not in made:
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**SIZES, **options))
+            model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**{**SIZES, **options}))
             with torch.no_grad():
                 for path, parameter in model.named_parameters():
                     parameter.normal_(std=0.3)
@@ -111,17 +136,18 @@ def texts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stock(sources, texts, tmp_path_factory):
-    """stock(name of FIT, dtype) -> (source folder, converted folder, report)."""
+    """stock(name of FIT or KDA_FIT, dtype, linear) -> (source folder, converted folder, report)."""
     made = {}
 
-    def make(name, dtype=torch.float32):
-        if (name, dtype) not in made:
-            source, out = sources(*FIT[name], dtype), tmp_path_factory.mktemp("stock") / "OUT"
-            report = surgery.convert(
-                source, "stock-gated-deltanet", out, calibration=texts, stock={"interval": 2, "steps": 3}, quiet=True
-            )
-            made[name, dtype] = source, out, report
-        return made[name, dtype]
+    def make(name, dtype=torch.float32, linear="gated-deltanet"):
+        key = name, dtype, linear
+        if key not in made:
+            fit = KDA_FIT if linear == "kda" else FIT
+            source, out = sources(*fit[name], dtype), tmp_path_factory.mktemp("stock") / "OUT"
+            settings = {"linear": linear, "interval": 2, "steps": 3}
+            report = surgery.convert(source, f"stock-{linear}", out, calibration=texts, stock=settings, quiet=True)
+            made[key] = source, out, report
+        return made[key]
 
     return make
 
@@ -161,6 +187,89 @@ def test_the_layer_of_the_library_is_gated_deltanet_of_our_masks():
     assert float(((ours - theirs).abs().max() / theirs.abs().max()).detach()) < 1e-5
 
 
+@needs_ling
+def test_the_layer_of_the_library_is_kimi_delta_attention():
+    """With a gate for each key channel, token by token as in eq. 1 of arXiv 2510.26692: equal to 1e-5."""
+    from transformers import BailingHybridConfig
+    from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridDeltaAttention
+
+    heads, K, D, T = 3, 8, 24, 70
+    config = BailingHybridConfig(hidden_size=D, num_attention_heads=heads, head_dim=K, num_hidden_layers=1)
+    module = BailingHybridDeltaAttention(config, 0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.5)
+    x_BTD = torch.randn(2, T, D)
+    theirs = module(x_BTD).detach()
+    module.double()
+    x_BTD = x_BTD.double()
+    with torch.no_grad():
+        z_BTC = torch.cat([project(x_BTD) for project in (module.q_proj, module.k_proj, module.v_proj)], -1)
+        conv_C1W = module.conv1d.weight
+        z_BTC = F.silu(F.conv1d(F.pad(z_BTC.mT, (3, 0)), conv_C1W, groups=len(conv_C1W)).mT)
+        q, k, v = (x.unflatten(-1, (heads, K)) for x in z_BTC.chunk(3, -1))
+        q, k = l2_normalize(q) * K**-0.5, l2_normalize(k)
+        gate = module.forget_gate
+        raw_BTHK = (gate.f_proj(x_BTD) + gate.dt_bias).unflatten(-1, (heads, K))
+        keep_BTHK = (-5 * (gate.A_log.exp()[:, None] * raw_BTHK).sigmoid()).exp()
+        beta_BTH = module.b_proj(x_BTD).sigmoid()
+        state_BHKV, outputs = torch.zeros(2, heads, K, K, dtype=torch.float64), []
+        for t in range(T):
+            state_BHKV = state_BHKV * keep_BTHK[:, t].unsqueeze(-1)
+            error_BHV = v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], state_BHKV)
+            state_BHKV = state_BHKV + torch.einsum("bh,bhk,bhv->bhkv", beta_BTH[:, t], k[:, t], error_BHV)
+            outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state_BHKV))
+        o_BTHV = F.rms_norm(torch.stack(outputs, 1), (K,), module.o_norm.weight, config.rms_norm_eps)
+        ours = module.o_proj((o_BTHV * module.g_proj(x_BTD).sigmoid().unflatten(-1, (heads, K))).flatten(-2))
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5
+
+
+@needs_ling
+@pytest.mark.parametrize("rotary", [8, 4])
+def test_latent_attention_is_that_of_the_source(rotary):
+    """Of two groups of heads, and with RoPE in half of the dims: equal to attention by its definition, to 1e-6."""
+    from transformers import BailingHybridConfig
+    from transformers.models.bailing_hybrid.modeling_bailing_hybrid import (
+        BailingHybridAttention,
+        BailingHybridRotaryEmbedding,
+    )
+
+    heads, groups, K, D, T, scaling = 4, 2, 8, 24, 19, 0.3
+    sizes = AttentionSizes(heads, groups, K, rotary, False, scaling, 1e-6, torch.float32)
+    layer = {f"self_attn.{name}_proj.weight": torch.randn(n * K, D) * 0.3 for name, n in (("q", 4), ("k", 2), ("v", 2))}
+    layer |= {"self_attn.o_proj.weight": torch.randn(D, heads * K), "input_layernorm.weight": torch.rand(D) + 0.5}
+    frequency_R = 100.0 ** (-torch.arange(rotary // 2) / 4)
+    latent, rest, rotated = latent_sizes(sizes)
+    config = BailingHybridConfig(
+        hidden_size=D, num_attention_heads=heads, num_key_value_heads=heads, kv_lora_rank=latent, qk_nope_head_dim=rest,
+        qk_rope_head_dim=rotated, v_head_dim=K, rope_parameters=longrope(frequency_R, 1.2, sizes, 64),
+        attn_implementation="eager",
+    )  # fmt: skip
+    module = BailingHybridAttention(config, 0)
+    module.load_state_dict({n.removeprefix("self_attn."): t for n, t in latent_attention(layer, sizes).items()})
+    x_BTD = F.rms_norm(torch.randn(2, T, D), (D,)) * layer["input_layernorm.weight"]
+    mask_TT = torch.full((T, T), -torch.inf).triu(1)[None, None]
+    rope = BailingHybridRotaryEmbedding(config)(x_BTD, torch.arange(T)[None])
+    assert module.kv_a_layernorm.variance_epsilon == LATENT_EPS
+    with torch.no_grad():
+        theirs = module(x_BTD, position_embeddings=rope, attention_mask=mask_TT)[0]
+
+    tensors = {name: layer[f"self_attn.{name}_proj.weight"].double() for name in "qkvo"}
+    x_BTD, angle_TR = x_BTD.double(), torch.arange(T)[:, None] * frequency_R.double()
+    cos, sin = (1.2 * torch.cat([f(angle_TR)] * 2, -1) for f in (torch.cos, torch.sin))
+
+    def rotate(x):
+        turned, rest = x[..., :rotary], x[..., rotary:]
+        first, second = turned.chunk(2, -1)
+        return torch.cat([turned * cos + torch.cat([-second, first], -1) * sin, rest], -1)
+
+    q, k, v = ((x_BTD @ tensors[name].mT).unflatten(-1, (-1, K)).transpose(1, 2) for name in "qkv")
+    k, v = (x.repeat_interleave(heads // groups, 1) for x in (k, v))
+    map_BHTT = (rotate(q) @ rotate(k).mT * scaling + mask_TT).softmax(-1)
+    ours = (map_BHTT @ v).transpose(1, 2).flatten(2) @ tensors["o"].mT
+    assert float((ours - theirs).abs().max() / ours.abs().max()) < 2e-6
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_norm_weights_are_split_exactly(dtype):
     w_D = torch.tensor([1.0, 0.5, 0.4, 0.01, -0.3, 0.0, 3.3, 200.0, -7.0, 1e-4]).to(dtype).float()
@@ -169,10 +278,14 @@ def test_norm_weights_are_split_exactly(dtype):
     assert torch.equal(scale_D.abs().log2(), scale_D.abs().log2().round())
 
 
-@pytest.mark.parametrize("name", FIT)
-def test_kept_layers_compute_what_the_source_does(stock, name):
+CASES = [("gated-deltanet", name) for name in FIT] + [pytest.param("kda", name, marks=needs_ling) for name in KDA_FIT]
+
+
+@pytest.mark.parametrize(("linear", "name"), CASES)
+@torch.no_grad()
+def test_kept_layers_compute_what_the_source_does(stock, linear, name):
     """Layers 1 and 3 keep softmax: the same outputs for the same hidden states."""
-    source, out, report = stock(name)
+    source, out, report = stock(name, linear=linear)
     original, converted = (AutoModelForCausalLM.from_pretrained(folder) for folder in (source, out))
     x_BTD, positions_BT = torch.randn(2, 20, 32), torch.arange(20)[None].expand(2, -1)
     for index in (1, 3):
@@ -214,29 +327,40 @@ def test_kept_layers_are_equal_bit_for_bit_where_the_source_has_qk_norm(sources,
 SCRIPT = """
 import sys, torch
 from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-assert "surgery" not in sys.modules and type(model).__name__ == "Qwen3_5ForCausalLM", type(model)
-assert type(model.model.layers[0].linear_attn).__name__ == "Qwen3_5GatedDeltaNet"
-ids = torch.arange(3, 60).view(3, 19)
-assert model(ids).logits.isfinite().all()
-cached, plain = (
-    model.generate(ids, max_new_tokens=12, min_new_tokens=12, do_sample=False, use_cache=use) for use in (True, False)
-)
-assert torch.equal(cached, plain), (cached, plain)
-past = model(ids[:, :9]).past_key_values
-steps = [model(ids[:, t : t + 1], past_key_values=past).logits for t in range(9, 19)]
-change = (torch.cat(steps, 1) - model(ids).logits[:, 9:]).abs().max()
-assert change < 1e-4, change
+for folder, model_class, layer_class in zip(*[iter(sys.argv[1:])] * 3):
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+    assert "surgery" not in sys.modules and type(model).__name__ == model_class, (folder, type(model))
+    assert layer_class in {type(module).__name__ for module in model.model.layers[0].modules()}
+    ids = torch.arange(3, 60).view(3, 19)
+    assert model(ids).logits.isfinite().all()
+    cached, plain = (
+        model.generate(ids, max_new_tokens=12, min_new_tokens=12, do_sample=False, use_cache=use)
+        for use in (True, False)
+    )
+    assert torch.equal(cached, plain), (folder, cached, plain)
+    past = model(ids[:, :9]).past_key_values
+    steps = [model(ids[:, t : t + 1], past_key_values=past).logits for t in range(9, 19)]
+    change = (torch.cat(steps, 1) - model(ids).logits[:, 9:]).abs().max()
+    assert change < 1e-4, (folder, change)
 """
+LOADED = {"gated-deltanet": ("Qwen3_5ForCausalLM", "Qwen3_5GatedDeltaNet")}
+LOADED["kda"] = ("BailingHybridForCausalLM", "BailingHybridDeltaAttention")
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "qwen3"])
-def test_the_folder_loads_without_surgery(stock, name):
-    _, out, _ = stock(name)
-    config = json.loads((out / "config.json").read_text())
-    assert config["architectures"] == ["Qwen3_5ForCausalLM"] and "quantization_config" not in config
-    assert config["layer_types"] == ["linear_attention", "full_attention"] * 2
-    run = subprocess.run([sys.executable, "-S", "-c", f"import sys; sys.path[:] = {_paths()}\n{SCRIPT}", str(out)], capture_output=True, text=True)  # fmt: skip
+def test_the_folders_load_without_surgery(stock):
+    """In one process: the class, greedy text with and without a cache, and single steps against one pass."""
+    names = {"gated-deltanet": ("llama", "llama-tied", "qwen2", "qwen3")}
+    if hasattr(transformers, "BailingHybridForCausalLM"):
+        names["kda"] = ("llama-tied", "neighbouring dims")
+    arguments = []
+    for linear, sources in names.items():
+        for name in sources:
+            _, out, _ = stock(name, linear=linear)
+            config = json.loads((out / "config.json").read_text())
+            assert config["architectures"] == [LOADED[linear][0]] and "quantization_config" not in config
+            assert config["layer_types"] == ["linear_attention", "full_attention"] * 2
+            arguments += [str(out), *LOADED[linear]]
+    run = subprocess.run([sys.executable, "-S", "-c", f"import sys; sys.path[:] = {_paths()}\n{SCRIPT}", *arguments], capture_output=True, text=True)  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]
 
 
@@ -252,6 +376,25 @@ def test_tensors_have_the_dtype_of_the_source(stock):
     assert not any(problems[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 
+@needs_ling
+def test_files_of_ling_have_the_names_of_its_checkpoints(stock, tmp_path):
+    """Those that transformers writes, with gates and convolutions in float32, as the class keeps them."""
+    _, out, _ = stock("llama-tied", torch.bfloat16, linear="kda")
+    model, problems = AutoModelForCausalLM.from_pretrained(
+        out, dtype="auto", output_loading_info=True, trust_remote_code=False
+    )
+    assert not any(problems.values())
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    assert {n.rpartition(".")[2] for n, d in dtypes.items() if d == torch.float32} == {"A_log", "dt_bias", "weight"}
+    assert {n for n, d in dtypes.items() if d == torch.float32 and n.endswith("weight")} == {
+        f"model.layers.{index}.self_attn.conv1d.weight" for index in (0, 2)
+    }
+    model.save_pretrained(tmp_path)
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (out, tmp_path))
+    assert ours.keys() == theirs.keys() and "model.layers.0.attention.q_conv1d.weight" in ours
+    assert all(torch.equal(ours[name], theirs[name]) and ours[name].dtype == theirs[name].dtype for name in ours)
+
+
 # -- plan and report -------------------------------------------------------------------------------
 def test_plan_report_and_inspect_agree(stock):
     source, out, report = stock("qwen3")
@@ -264,6 +407,19 @@ def test_plan_report_and_inspect_agree(stock):
     for record in report["mixers"]:
         assert list(record["errors"]) == ["copied", "profile", "features", "output", "local"]
     assert report["held_out"]["tokens"] > 0
+
+
+@needs_ling
+def test_plan_and_report_of_kimi_delta_attention(stock):
+    """The cache of a token in a kept layer has as many numbers as before."""
+    source, out, report = stock("llama", linear="kda")
+    plan = surgery.plan(source, "stock-kda", stock={"linear": "kda", "interval": 2})
+    assert plan["stock_class"] == "BailingHybridForCausalLM" and plan["linear_layers"] == [0, 2]
+    assert plan["token_bytes"] == {"before": 4 * 2 * 2 * 8 * 4, "after": 2 * 2 * 2 * 8 * 4}
+    config = AutoModelForCausalLM.from_pretrained(out).config
+    assert config.kv_lora_rank + config.qk_rope_head_dim == 2 * 2 * 8
+    assert "Kimi delta attention" in str(plan) and "kv_a_proj_with_mqa" in str(plan)
+    assert inspect(str(out))["checks"]["as_reported"] and "Kimi delta attention in 2 layers" in str(report)
 
 
 def test_layers_outside_the_range_keep_softmax(sources):
@@ -284,6 +440,14 @@ def test_sources_that_do_not_fit_are_refused_with_the_reason(sources, reason):
     name, options = REFUSED[reason]
     with pytest.raises(SurgeryError, match=f"cannot become a stock Qwen3_5ForCausalLM: .*{reason}"):
         plan_stock(open_checkpoint(str(sources(name, options)), weights=False), load_recipe("stock-gated-deltanet"))
+
+
+@needs_ling
+@pytest.mark.parametrize("reason", KDA_REFUSED)
+def test_sources_that_do_not_fit_ling_are_refused_with_the_reason(sources, reason):
+    folder = sources(*KDA_REFUSED[reason])
+    with pytest.raises(SurgeryError, match=f"cannot become a stock BailingHybridForCausalLM: .*{reason}"):
+        plan_stock(open_checkpoint(str(folder), weights=False), load_recipe("stock-kda"))
 
 
 @pytest.mark.parametrize(
@@ -318,27 +482,62 @@ def test_conversions_that_do_not_fit_are_refused(sources, texts, tmp_path):
 
 
 # -- training --------------------------------------------------------------------------------------
-def test_the_recipe_of_the_page_lowers_the_loss_and_leaves_small_weights(tmp_path):
-    """A source without QK norm: the tensors that make the stock one linear are frozen."""
+@pytest.mark.parametrize(
+    ("linear", "frozen"),
+    [
+        ("gated-deltanet", ("q_proj", "k_proj", "q_norm", "k_norm")),
+        pytest.param("kda", ("kv_a_proj_with_mqa", "kv_a_layernorm"), marks=[needs_ling, pytest.mark.slow]),
+    ],
+)
+def test_the_recipes_of_the_page_lower_the_loss_and_leave_small_weights(linear, frozen, tmp_path):
+    """The tensors that make a norm of the stock class linear are frozen; recipes that train them are refused."""
     tiny = Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
     surgery.convert(
-        tiny, "stock-gated-deltanet", tmp_path / "OUT", calibration=tiny / "calibration.txt", tokens=512, length=64,
-        stock={"steps": 2}, quiet=True,
+        tiny, f"stock-{linear}", tmp_path / "OUT", calibration=tiny / "calibration.txt", tokens=512, length=64,
+        stock={"linear": linear, "steps": 2}, quiet=True,
     )  # fmt: skip
     page = (Path(__file__).resolve().parents[2] / "docs" / "stock.md").read_text(encoding="utf-8")
-    (tmp_path / "heal.yaml").write_text(re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S)[-1])
-    record = surgery.finetune(
-        tmp_path / "OUT", str(tmp_path / "heal.yaml"), teacher=tiny, data=tiny / "calibration.txt", out=tmp_path / "HEALED",
-        overrides={
-            "common.length": 64, "common.batch": 8, "common.rows": 8, "stages.0.tokens": 8192, "precision": "float32",
-            "data.validation": str(tiny / "heldout.txt"), "data.validation_examples": 8,
-        },
-    )  # fmt: skip
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S)
+    recipe, trains = (next(text for text in blocks if key in text) for key in ("stages:", 'trains: ["*.[q'))
+    (tmp_path / "heal.yaml").write_text(recipe)
+    overrides = {
+        "common.length": 64, "common.batch": 8, "common.rows": 8, "stages.0.tokens": 8192, "precision": "float32",
+        "data.validation": str(tiny / "heldout.txt"), "data.validation_examples": 8,
+    }  # fmt: skip
+    if linear == "kda":
+        overrides |= {"stages.0.trains": yaml.safe_load(trains)["trains"], "stages.0.tokens": 4096}
+
+    def heal(**stage):
+        return surgery.finetune(
+            tmp_path / "OUT", str(tmp_path / "heal.yaml"), teacher=tiny, data=tiny / "calibration.txt",
+            out=tmp_path / "HEALED", overrides={**overrides, **{f"stages.0.{key}": value for key, value in stage.items()}},
+        )  # fmt: skip
+
+    for stage in ({"trains": ["all"]}, {"trains": [f"*.{frozen[0]}"]}):
+        with pytest.raises(SurgeryError, match=rf"layers\.3\.self_attn\.({'|'.join(frozen)}).*out of `trains`"):
+            heal(**stage)
+    record = heal()
     before, after = (record["validation"][name]["perplexity"] for name in ("before", "after"))
     assert after < 0.8 * before
     converted, healed = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("OUT", "HEALED"))
-    assert type(healed) is Qwen3_5ForCausalLM
+    assert type(healed).__name__ == LOADED[linear][0]
     kept = next(index for index, kind in enumerate(healed.config.layer_types) if kind == "full_attention")
-    for name in ("q_proj", "k_proj", "q_norm", "k_norm"):
+    for name in frozen:
         weights = [model.get_parameter(f"model.layers.{kept}.self_attn.{name}.weight") for model in (converted, healed)]
         assert torch.equal(*weights)
+
+
+def test_tiny_weights_are_those_of_the_report(stock):
+    """Of the layers that keep softmax, and only if a norm was made linear."""
+    _, _, report = stock("llama")
+    entry, name = report["stock"], "model.layers.{}.self_attn.k_proj.weight"
+    with pytest.raises(
+        SurgeryError, match=r"OUT: .*layers\.1\.self_attn\.k_proj.*q_proj and k_proj of the layers 1, 3"
+    ):
+        check_kept_frozen("OUT", entry, [name.format(0), name.format(1)])
+    for checked, changed in (
+        (entry, [name.format(0)]),
+        ({**entry, "neutral_qk_norm": False}, [name.format(1)]),
+        ("not a report", [name.format(1)]),
+    ):
+        check_kept_frozen("OUT", checked, changed)

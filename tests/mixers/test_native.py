@@ -44,11 +44,30 @@ FAMILIES = [
     "kimi_linear",
     *(
         pytest.param(name, marks=SLOW)
-        for name in ("olmo_hybrid", "qwen3_next", "qwen3_5_moe", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h")
+        for name in (
+            *("olmo_hybrid", "qwen3_next", "qwen3_5_moe", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"),
+            *("zamba2", "bailing_hybrid"),
+        )
     ),
 ]
 # Families that are in no shared table, because nothing else is special about them.
 MORE = {
+    "bailing_hybrid": TinyFamily(
+        "BailingHybridForCausalLM",
+        "BailingHybridConfig",
+        {
+            **NO_HEAD_DIM,
+            "head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "dense"],
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 8,
+            "num_mtp_layers": 0,
+        },
+    ),
     "kimi_linear": TinyFamily(
         "KimiLinearForCausalLM",
         "KimiLinearConfig",
@@ -322,6 +341,54 @@ def test_decoding_reads_only_buckets_that_hold_tokens(delta: bool, config: Nativ
     with torch.enable_grad():
         mixer.mix(inputs.at_tokens(slice(0, 1)), mixer.empty_state(2, "cpu").donate())
     assert len(calls) == 50
+
+
+@pytest.mark.parametrize("layer", ["Mamba-2", "Gated DeltaNet", "Kimi delta attention"])
+@pytest.mark.parametrize("config", [SMALL, Native(levels=3, block=1), Native(levels=4, block=64)])
+def test_decoding_does_not_read_empty_buckets(layer: str, config: Native) -> None:
+    """Buckets whose bit is not set in a row's number of whole blocks may hold NaN: they are overwritten when they fill."""
+    mixer = NativeMixer(config, AttentionShape(6, 4, 4, 8, 8, 1.0))
+    torch.nn.init.normal_(mixer.level.weight)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 150, 8, generator=generator) for _ in range(3))
+    beta = torch.rand(2, 4, 150, generator=generator) if layer != "Mamba-2" else None
+    channels = (8,) if layer == "Kimi delta attention" else ()
+    gate, x = -torch.rand(2, 150, 4, *channels, generator=generator) / 8, torch.randn(2, 150, 6, generator=generator)
+    valid = torch.arange(150) >= torch.tensor([[0], [7]])
+    inputs = NativeInputs(q, F.normalize(k, dim=-1), v, x, valid, gate_BTG=gate, beta_BGT=beta)
+    own, empty = config.block > 1, 0
+    with torch.no_grad():
+        _, held = mixer.mix(inputs.at_tokens(slice(0, 30)), mixer.empty_state(2, "cpu"))
+        donated = dataclasses.replace(held, tensors={"buckets": held.tensors["buckets"].clone()})
+        for token in range(30, 150):
+            buckets_BLGFV = donated.tensors["buckets"]
+            for row, seen in enumerate(held.seen_B.tolist()):
+                for level in range(own, buckets_BLGFV.shape[1]):
+                    if not (seen // config.block) >> (level - own) & 1:
+                        buckets_BLGFV[row, level], empty = float("nan"), empty + 1
+            tokens = inputs.at_tokens(slice(token, token + 1))
+            expected, held = mixer.mix(tokens, held)
+            found, donated = mixer.mix(tokens, donated.donate())
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert empty > 50
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2", "kimi_linear"])
+def test_models_decode_without_reading_empty_buckets(name: str) -> None:
+    """The caches of whole models hand their states on, so that no step copies one or reads an empty bucket."""
+    model, ids = upgrade(tiny_model(name)), token_ids(50)
+    full, cache, outs = logits(model, ids), DynamicCache(config=model.config), []
+    key = "cache_params" if name == "mamba2" else CACHE_NAME
+    logits(model, ids[:, :30], **{key: cache})
+    for token in range(30, 50):
+        for path in native_paths(model):
+            buckets_BLGFV = cache.layers[model.get_submodule(path).layer_idx].native.state.tensors["buckets"]
+            for level in range(1, buckets_BLGFV.shape[1]):
+                if not (token // SMALL.block) >> (level - 1) & 1:
+                    buckets_BLGFV[:, level] = float("nan")
+        positions = {} if name == "mamba2" else {"position_ids": torch.tensor([[token]])}
+        outs.append(logits(model, ids[:, token : token + 1], **{key: cache}, **positions))
+    assert relative(torch.cat(outs, 1), full[:, 30:]) < 1e-5
 
 
 def test_caches_are_copied_and_refused() -> None:
@@ -646,6 +713,20 @@ def test_structured_linears_beside_level_weights(tmp_path) -> None:
     assert "quantization_config" not in json.loads((tmp_path / "dense" / "config.json").read_text())
 
 
+def test_structured_linears_before_level_weights(tmp_path) -> None:
+    """A model with structured projections is upgraded as exactly as a dense one, and keeps them."""
+    tiny_model("mamba2").save_pretrained(tmp_path / "source")
+    surgery.convert(tmp_path / "source", LOW_RANK, tmp_path / "structured", quiet=True)
+    model, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "structured").eval(), token_ids()
+    before = logits(model, ids)
+    upgrade(model, random=False)
+    assert relative(logits(model, ids), before) < 2e-5
+    structured = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, StructuredLinear)}
+    assert structured == {"in_proj", "out_proj"}
+    upgrade(model)
+    assert relative(continued(model, ids, [29, 1, 45]), logits(model, ids)) < 1e-5
+
+
 def test_calibrated_linears_beside_level_weights() -> None:
     """A calibrated conversion fits the linears as it does without level weights, and tunes them."""
     recipe, texts = {**LOW_RANK, "tune": {"layers": 1}}, [{"input_ids": token_ids(32, rows=4)}]
@@ -664,6 +745,14 @@ def test_models_in_memory_without_a_recipe(tmp_path) -> None:
     torch.nn.init.normal_(model.get_submodule(native_paths(model)[0]).mixer.level.bias)
     model.save_pretrained(tmp_path / "saved")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval(), ids), logits(model, ids))
+
+
+def test_kernels_for_whole_layers_are_refused() -> None:
+    """`use_kernels=True` replaces layers by others, which would leave the level weights out."""
+    model = tiny_model("qwen3_5")
+    model._use_kernels = True
+    with pytest.raises(SurgeryError, match="use_kernels=True, which replaces whole layers"):
+        surgery.apply(model, "upgrade-log-linear")
 
 
 def test_names_of_the_core_functions() -> None:

@@ -79,6 +79,26 @@ def test_the_recipe_trains_gates_and_then_level_weights(name, upgraded, words, t
     assert torch.isfinite(model(torch.arange(3, 40)[None]).logits).all()
 
 
+def test_level_weights_are_one_in_the_first_stage_and_move_with_their_own_rate(upgraded, words, tmp_path) -> None:
+    """Adam's first step is the rate times the schedule's factor, for each kind with its own."""
+    source, short = upgraded("mamba2"), [setting for setting in FEW if "tokens" not in setting]
+    first = ["stages.0.tokens=512", "stages.1.tokens=128", "stages.1.schedule.warmup=0", "stages.1.rates.mixers=2e-3"]
+    first += ["stages.1.schedule.name=constant", "stages.1.rates.gates=5e-4"]
+    recipe = load_healing_recipe("lambda", [*short, *first, f"data.sources=[{{path: {words}}}]"], tiny=True)
+    alone = recipe.model_copy(update={"stages": recipe.stages[:1]})
+    tensors = []
+    for name, run in (("gates", alone), ("both", recipe)):
+        finetune(str(source), run, tmp_path / name, device="cpu", track="none")
+        tensors.append(load_file(tmp_path / name / "model.safetensors"))
+    before, gates, both = load_file(source / "model.safetensors"), *tensors
+    changed = {name for name in before if not torch.equal(before[name], gates[name])}
+    assert {name.rpartition(".")[2] for name in changed} == {"A_log", "dt_bias"}
+    for leaf, rate in (("level.weight", 2e-3), ("level.bias", 2e-3), ("A_log", 5e-4), ("dt_bias", 5e-4)):
+        moves = [(both[name] - gates[name]).abs().max().item() for name in before if name.endswith(leaf)]
+        assert moves and all(0.9 * rate < move < 1.1 * rate for move in moves), (leaf, moves)
+    assert not any(gates[name].any() for name in before if name.endswith("level.weight"))  # lambda is 1
+
+
 def test_packed_documents_are_trained_on(upgraded, texts, tmp_path) -> None:
     """Rows of several documents, cut into shorter texts or not."""
     packed = ["data.packing=documents", f"data.sources=[{{path: {texts}}}]"]

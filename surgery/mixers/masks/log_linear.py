@@ -503,29 +503,31 @@ def step_alive_buckets(
     """Return out_BGJV of `log_linear_step`, and update the buckets of the rows' pages in place.
 
     The A alive buckets of all rows are multiplied and updated where they lie: what is small is computed for all of them
-    together, and a state is neither gathered nor scattered. The delta rule takes S to e^g (S - beta k (k^T S)), so k^T S
-    and q^T S come from one product. A token that joins a running block is part of the same change of rank 1.
-    first_level: number of the lambda of bucket 0.
+    together, and a state is neither gathered nor scattered. The delta rule takes S to S' - beta k (k^T S') with S' = e^g S,
+    so k^T S' and q^T S' come from one product. A token that joins a running block is part of the same change of rank 1.
+    gate_BG: or gate_BGF, by key channel. first_level: number of the lambda of bucket 0.
     """
     wide = torch.promote_types(v_BGV.dtype, torch.float32)
     q_BGJF, k_BGF, v_BGV, gate_BG, level_BGJL = (x.to(wide) for x in (q_BGJF, k_BGF, v_BGV, gate_BG, level_BGJL))
     write_BGF = k_BGF if beta_BG is None else beta_BG.to(wide).unsqueeze(-1) * k_BGF
-    own_BGJ1, fade_BG11 = q_BGJF @ write_BGF.unsqueeze(-1), gate_BG.exp()[..., None, None]
+    own_BGJ1 = q_BGJF @ write_BGF.unsqueeze(-1)
+    fade_BGF = (gate_BG if gate_BG.dim() == 3 else gate_BG.unsqueeze(-1)).exp()  # (B, G, 1): the same for all channels
     out_BGJV = level_BGJL[..., :1] * own_BGJ1 * v_BGV.unsqueeze(2)
     keys_BGXF = q_BGJF if beta_BG is None else torch.cat([k_BGF.unsqueeze(2), q_BGJF], dim=2)
+    keys_BGXF = fade_BGF.unsqueeze(2) * keys_BGXF
     pages, (row_A, bucket_A, joins_A, places, into) = page_B.tolist(), plan
     states = [pool_PNGFV.select(0, pages[row]).select(0, bucket) for row, bucket in places]
-    seen_AGJV, fade_AG11 = read_states(keys_BGXF[row_A], states), fade_BG11[row_A]
+    seen_AGJV = read_states(keys_BGXF[row_A], states)
     change_AG1V = joins_A[:, None, None, None] * v_BGV.unsqueeze(2)[row_A]
     if beta_BG is not None and places:
         read_AG1V, seen_AGJV = seen_AGJV[:, :, :1], seen_AGJV[:, :, 1:]
         seen_AGJV = seen_AGJV - own_BGJ1[row_A] * read_AG1V
-        change_AG1V = change_AG1V - fade_AG11 * read_AG1V
+        change_AG1V = change_AG1V - read_AG1V
     if places:
         level_A = (bucket_A + first_level).clamp_max(level_BGJL.shape[-1] - 1)
         level_AGJ1 = level_BGJL[row_A].gather(-1, level_A[:, None, None, None].expand(-1, *level_BGJL.shape[1:3], 1))
-        out_BGJV.index_add_(0, row_A, level_AGJ1 * fade_AG11 * seen_AGJV)
-    update_states(states, fade_AG11, write_BGF.unsqueeze(-1)[row_A], change_AG1V)
+        out_BGJV.index_add_(0, row_A, level_AGJ1 * seen_AGJV)
+    update_states(states, fade_BGF.unsqueeze(-1)[row_A], write_BGF.unsqueeze(-1)[row_A], change_AG1V)
     alive = set(places)
     for row, bucket in enumerate(into):
         if bucket < 0 or (row, bucket) in alive:

@@ -20,11 +20,11 @@ def read_states(keys_AGXF: Tensor, states: Sequence[Tensor]) -> Tensor:
     return read_AGXV
 
 
-def update_states(states: Sequence[Tensor], fade_AG11: Tensor, write_AGF1: Tensor, token_AG1V: Tensor) -> None:
-    """Set each of the A states S (G, F, V) to fade S + write token, in place. Without gradients."""
-    parts = zip(states, fade_AG11.unbind(), write_AGF1.unbind(), token_AG1V.unbind())
-    for state_GFV, fade_G11, write_GF1, token_G1V in parts:
+def update_states(states: Sequence[Tensor], fade_AGF1: Tensor, write_AGF1: Tensor, token_AG1V: Tensor) -> None:
+    """Set each of the A states S (G, F, V) to fade S + write token, in place. Without gradients. fade_AGF1: or (A, G, 1, 1)."""
+    parts = zip(states, fade_AGF1.unbind(), write_AGF1.unbind(), token_AG1V.unbind())
+    for state_GFV, fade_GF1, write_GF1, token_G1V in parts:
         after_GFV = state_GFV.to(token_AG1V.dtype)
-        after_GFV.mul_(fade_G11).addcmul_(write_GF1, token_G1V)
+        after_GFV.mul_(fade_GF1).addcmul_(write_GF1, token_G1V)
         if after_GFV is not state_GFV:
             state_GFV.copy_(after_GFV)

@@ -123,6 +123,10 @@ class LoraStage(Stage):
         """Return whether an adapter remains after the stage."""
         return bool(self._paths(models.student, roles)["keep"])
 
+    def adapted_weights(self, models: StageModels, roles: Roles) -> set[str]:
+        """Return the names of the weights that have an adapter, merged or not."""
+        return {f"{path}.weight" for paths in self._paths(models.student, roles).values() for path in paths}
+
     def trained_parameters(self, models: StageModels, roles: Roles) -> set[str]:
         """Return the names of all LoRA parameters, and of those that stay unfrozen."""
         names = {name for name, _ in models.student.named_parameters() if ".lora_" in name}
