@@ -153,6 +153,7 @@ def _front(shared: dict[str, Any]) -> str:
     heads = ["point", cost_label(front), "of the original", f"{loss_label(front)}, nats per token", "interval"]
     heads += [f"measured ({quantity})"] if quantity else []
     caption = "Points of a front of surgery search with their predicted intervals. The filled ones were converted."
+    caption += f" {shared['remark']}." if isinstance(shared.get("remark"), str) else ""
     converted = [label for label, name in zip(labels, names) if models[name]]
     return front_figure(front, labels, converted, caption) + table_html(caption, [*heads, "model"], body)
 
