@@ -198,7 +198,9 @@ def test_each_recipe_has_a_row():
         assert sorted(named) == sorted(recipes)
 
 
-@pytest.mark.parametrize("cells", table_rows("paper_layers.md") + table_rows("structures.md"), ids=lambda cells: cells[0])
+@pytest.mark.parametrize(
+    "cells", table_rows("paper_layers.md") + table_rows("structures.md"), ids=lambda cells: cells[0]
+)
 def test_a_row_is_what_the_recipe_says(cells):
     """Overrides of a row are valid, and what is a paper's layer has no softmax window beside it."""
     answer = cells[2].partition(",")[0]
