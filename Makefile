@@ -15,6 +15,13 @@ INSTALL = $(BIN)/python -m pip install $(PIP_FLAGS) --no-compile $(CONSTRAINTS)
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST_ARGS ?=
 VLLM_VERSIONS ?= 0.26 0.32
+# Programs of tests/clients/test_other_programs.py. llama-cpp is compiled, in a quarter of an hour, and needs LLAMA_CPP, a checkout of
+# llama.cpp: make test-clients CLIENTS=llama-cpp LLAMA_CPP=..
+CLIENTS ?= mergekit llmcompressor mlx
+PACKAGES-mergekit = mergekit==0.1.5
+PACKAGES-llmcompressor = llmcompressor==0.14.0.1
+PACKAGES-mlx = mlx-lm==0.32.2 'mlx[cpu]==0.32.4'
+PACKAGES-llama-cpp = llama-cpp-python==0.3.36 torch transformers sentencepiece
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-versions test-newest test-mixins test-clients test-vllm lint style types imports tests clean
@@ -42,8 +49,10 @@ test-mixins: .venv/installed-test  ## transformers' own tests of a model over co
 	$(BIN)/python tests/mixins/fetch.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "" tests/mixins $(PYTEST_ARGS)
 
-test-clients: .venv/installed-test  ## the tests of TRL, ONNX, transformers serve and other clients, with the programs that `make test` does not install
+test-clients: .venv/installed-test  ## the tests of TRL, ONNX, transformers serve, mergekit, llm-compressor, MLX, with the programs that `make test` does not install
 	$(INSTALL) trl onnx onnxscript gguf 'transformers[serving]'
+	@for client in $(CLIENTS); do $(MAKE) --no-print-directory .venv-client-$$client/installed \
+	  || echo "$$client: skipped, because it cannot be installed here (pip's error is above)"; done
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -rs tests/clients $(PYTEST_ARGS)
 
 test-vllm:  ## tests of the vLLM plugin, and of level weights with its older transformers, with the CPU builds of the vLLM versions that it serves (3.5 GB each)
@@ -71,7 +80,7 @@ tests: .venv/installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 clean:  ## remove .venv, caches and the demo's folders
-	rm -rf .venv .venv-vllm-* .venvs build dist surgery-demo surgery-demo-[0-9]* .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-vllm-* .venv-client-* .venvs build dist surgery-demo surgery-demo-[0-9]* .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamp files: an install runs again only when pyproject.toml or the constraints change. pip is upgraded first because the
@@ -91,6 +100,12 @@ clean:  ## remove .venv, caches and the demo's folders
 	@echo "Installing surgery with its test dependencies into .venv; this downloads up to several gigabytes."
 	$(INSTALL) -e '.[test]'
 	@touch .venv/installed $@
+
+# The pins of these programs exclude each other, so each has an environment of its own, without surgery.
+.venv-client-%/installed:
+	$(PYTHON) -m venv .venv-client-$*
+	.venv-client-$*/bin/python -m pip install $(PIP_FLAGS) --no-compile $(PACKAGES-$*)
+	@touch $@
 
 # vLLM needs an older transformers, so each version of it has an environment of its own. The CPU builds of torch come from PyTorch's
 # index (PIP_EXTRA_INDEX_URL, as above); torchvision and its like come as CUDA builds that do not fit it, and text models need none of

@@ -42,6 +42,7 @@ class OpenedModel:
     None. parameters: number of stored parameters, tied ones once; None for quantized models, whose tensors hold scales
     and packed integers. stored_bytes: bytes of the stored tensors, scales and packed integers included. kept,
     cache_bytes: see `model_sizes`. front: that a recipe of surgery search was chosen from, as its report says.
+    healed: whether the report of a converted checkpoint has training runs; None without a report.
     """
 
     role: Role
@@ -54,6 +55,7 @@ class OpenedModel:
     kept: float | None = None
     cache_bytes: int | None = None
     front: FrontRecipe | None = None
+    healed: bool | None = None
 
     def sizes(self) -> dict[str, Any]:
         """Return what results say of the model's size."""
@@ -123,20 +125,20 @@ def open_model(role: Role, name: str | LiveEvalModel, ranks: DistContext | None 
     source = open_converted_checkpoint(name)
     return OpenedModel(
         role, name, source.folder, (ranks or DistContext()).on_main(source.digest),
-        parameters=_count_parameters(source), stored_bytes=source.nbytes or None, front=_front_of(source),
+        parameters=_count_parameters(source), stored_bytes=source.nbytes or None, **_history_of(source),
         **model_sizes(source),
     )  # fmt: skip
 
 
-def _front_of(source: CheckpointSource) -> FrontRecipe | None:
-    """Return the front in the report of a checkpoint; None without a report, and for one that is damaged."""
+def _history_of(source: CheckpointSource) -> dict[str, Any]:
+    """Return `front` and `healed` of an OpenedModel; {} without a report, and for one that is damaged."""
     if not (source.folder / REPORT_NAME).is_file():
-        return None
+        return {}
     try:
         report = read_json(source.folder / REPORT_NAME)
     except SurgeryError:
-        return None
-    return read_front(report) if isinstance(report, dict) else None
+        return {}
+    return {"front": read_front(report), "healed": bool(report.get("training"))} if isinstance(report, dict) else {}
 
 
 def _count_parameters(source: CheckpointSource) -> int | None:

@@ -391,6 +391,7 @@ class _EvaluationRun:
             "suite_version": suite.version,
             **one.sizes(),
             **({} if one.front is None else {"front": one.front.model_dump(mode="json")}),
+            **({} if one.healed is None else {"healed": one.healed}),
             "options": redact_secrets(self.options.model_dump(mode="json", exclude_defaults=True)),
             "data": data,
             **self._extra_tasks(),

@@ -55,6 +55,7 @@ class StoredModel:
             the cache of one sequence, and share of the parameters of replaced matrices that is stored; None if its
             results do not say.
         front: of the search that its recipe was chosen from; None if its results have none.
+        healed: whether it was trained after the conversion; None if its results do not say.
         suites: by name.
     """
 
@@ -66,6 +67,7 @@ class StoredModel:
     cache_bytes: int | None = None
     kept: float | None = None
     front: FrontRecipe | None = None
+    healed: bool | None = None
     suites: dict[str, StoredSuite] = field(default_factory=dict)
 
     @property
@@ -106,6 +108,7 @@ def read_models(folders: Sequence[Path]) -> tuple[list[StoredModel], list[str]]:
                     known.suites.setdefault(suite, stored)
                 known.take_sizes(model.sizes())
                 known.front = known.front or model.front
+                known.healed = model.healed if known.healed is None else known.healed
     models = list(models_by_key.values())
     _make_names_unique(models)
     return models, list(damaged)
@@ -172,6 +175,11 @@ def _role_fingerprint(folder: Path, role: str) -> str | None:
             continue
         check_file(path, name)
         read = read_json(path)
+        if not isinstance(read, dict):
+            raise SurgeryError(
+                f"{path} must hold a JSON object, as `surgery eval` and `surgery compare` write it (got a "
+                f"{type(read).__name__}). Write it again with the same command, or remove it."
+            )
         try:
             models = read["models"]
             if name == COMPARISON:
@@ -219,6 +227,8 @@ def _read_model(model_folder: Path) -> tuple[list[StoredModel], list[str]]:
             continue
         model = models.setdefault(model.key, model)
         model.take_sizes({**{name: _count(told.get(name)) for name in SIZES}, "kept": _share(told.get("kept"))})
+        if isinstance(told.get("healed"), bool):
+            model.healed = told["healed"]
         try:
             model.front = model.front or (check_front(told["front"]) if told.get("front") is not None else None)
         except SurgeryError as error:

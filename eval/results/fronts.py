@@ -29,13 +29,15 @@ QUANTITIES = {
 @dataclass(frozen=True)
 class SharedFront:
     """A front. chosen: number of the point of each model, from 1. measured: loss of each model in nats per token, as far
-    as it was measured. quantity: what was measured, "" if nothing was.
+    as it was measured. quantity: what was measured, "" if nothing was. unhealed: models that were not trained, where
+    the front predicts the loss after healing.
     """
 
     front: FrontRecipe
     chosen: dict[str, int]
     measured: dict[str, float] = field(default_factory=dict)
     quantity: str = ""
+    unhealed: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -46,7 +48,16 @@ class SharedFront:
     def note(self) -> str:
         """A sentence on its columns."""
         measured = f"; {self.quantity}: {QUANTITIES[self.quantity]}, nats per token" if self.quantity else ""
-        return f"front of {', '.join(self.chosen)}: the points differ in {cost_label(self.front)}{measured}"
+        said = f"front of {', '.join(self.chosen)}: the points differ in {cost_label(self.front)}{measured}"
+        return f"{said}. {self.remark}" if self.remark else said
+
+    @property
+    def remark(self) -> str:
+        """A sentence on models that were not healed, "" if predictions and models are of the same kind."""
+        verb = "were" if len(self.unhealed) > 1 else "was"
+        return f"{', '.join(self.unhealed)} {verb} not healed, but losses are predicted after healing" * bool(
+            self.unhealed
+        )
 
     def heads(self) -> list[str]:
         """Return the column titles of its table."""
@@ -66,7 +77,9 @@ class SharedFront:
     def to_dict(self) -> dict[str, Any]:
         """Return its entry in comparison.json: a front without `chosen`, and its models."""
         front = self.front.model_dump(mode="json", exclude={"chosen"})
-        return {"front": front, "chosen": self.chosen, "measured": self.measured, "quantity": self.quantity}
+        return {"front": front, "chosen": self.chosen, "measured": self.measured, "quantity": self.quantity} | (
+            {"remark": self.remark} if self.remark else {}
+        )
 
 
 def shared_fronts(models: Sequence[StoredModel], rows: Sequence[ModelRow]) -> list[SharedFront]:
@@ -81,7 +94,9 @@ def shared_fronts(models: Sequence[StoredModel], rows: Sequence[ModelRow]) -> li
         chosen = {model.name: model.front.chosen for model in same if model.front is not None}
         measured = {name: losses[name] for name in chosen if name in losses}
         assert same[0].front is not None
-        found.append(SharedFront(same[0].front, chosen, measured, quantity if measured else ""))
+        front = same[0].front
+        unhealed = tuple(model.name for model in same if model.healed is False) if front.healing else ()
+        found.append(SharedFront(front, chosen, measured, quantity if measured else "", unhealed))
     return found
 
 

@@ -164,6 +164,7 @@ def search(
             solutions = [front.asked, *front.others, *front.rivals.values()]
             measuring.measure_plans([[by_key[option.name] for option in s.options] for s in solutions])
         result = write_result(out, replace(choices, choices=usable), front, predictor, settings, wanted)
+        result["source"] = source
         result["times"] = counting.device.describe() if counting.device is not None else ""
         result |= {"binds": front.binds, "excess": dict(front.asked.excess), "notes": choices.notes}
         write_json(out / FRONT_NAME, result)

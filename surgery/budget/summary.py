@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from rich.markup import escape
@@ -52,12 +53,12 @@ def search_lines(result: dict[str, Any]) -> list[Any]:
     lines += [escape(line) for line in limit_lines(result)]
     taken = ", ".join(f"{count} x {name}" for name, count in points[0]["choices"].items())
     lines.append(escape(f"{point_name(points[0])}: {taken or 'nothing changes'}"))
-    source, commands = "SRC", []
+    source, commands = str(result.get("source", "SRC")), []
     if recipe := points[0]["recipe"]:
-        commands.append(f"surgery convert SRC --recipe {result['out']}/{recipe} --out OUT")
+        commands.append(f"surgery convert {shlex.quote(source)} --recipe {result['out']}/{recipe} --out OUT")
         source = "OUT"
     if bits := points[0]["bits"]:
-        commands.append(f"surgery quantize {source} --rules {result['out']}/{bits} --out SMALL")
+        commands.append(f"surgery quantize {shlex.quote(source)} --rules {result['out']}/{bits} --out SMALL")
     lines += [escape(f"{'then' if number else 'next'}: {command}") for number, command in enumerate(commands)]
     return lines
 

@@ -53,6 +53,11 @@ from surgery.training.optim import ParameterGroup, WeightEMA
 from surgery.training.recipe import HealingRecipe
 from surgery.training.stages import Batch, Stage, StageModels
 
+UNCAPTURED = (
+    "cuda_graph: true is not used in this stage. It needs one GPU per process, a distill or lm stage, activations that "
+    "are kept, and the teacher in memory; without FSDP2, DeepSpeed or fp16"
+)
+
 
 @dataclass
 class LoopContext:
@@ -173,6 +178,8 @@ class TrainingLoop:
         self._use_choice(choice)
         if self.context.recipe.cuda_graph:
             self.captured = capture_micro_batch(self.accelerator, self.stage, self.models, self.optimizer_step)
+            if self.captured is None:
+                self.context.report({"note": UNCAPTURED})
         if self.captured is not None:
             stack.enter_context(self.captured.steps())
         batch = split_rows(step.batches[:1], choice.rows)[0]

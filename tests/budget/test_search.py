@@ -318,7 +318,10 @@ def test_the_command_prints_the_front(searched, source, text, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "recipe-1 *" in printed and "what binds: --max-bytes" in printed and "cache 8K" in printed
     assert "measured together, choices lose" in printed and "measured too at your limits: without" in printed
-    assert "healing not fitted: " in printed and f"--recipe {out}/recipe-1.yaml" in printed.replace("\n", "")
+    assert (
+        "healing not fitted: " in printed
+        and f"surgery convert {source} --recipe {out}/recipe-1.yaml" in printed.replace("\n", "")
+    )
 
 
 def test_limits_that_cannot_be_met_give_the_nearest_plan(searched, source, text, tmp_path, capsys):

@@ -316,6 +316,15 @@ def test_a_table_of_more_than_three_models_becomes_rows_on_small_screens(out, co
     assert "@media (max-width:560px){.stacked" in text
 
 
+def test_the_sentence_of_a_flat_chart_names_a_unit_behind_the_value():
+    flat = [Series(name, "base", [(1, 0), (2, 0)]) for name in ("a", "b")]
+    said = line_chart("t", flat, Axis("length, tokens"), Axis("accuracy, %"))
+    assert "a and b: accuracy 0 % at every length<" in said
+    assert "training loss: 0.5<" in line_chart(
+        "t", [Series("training loss", "m0", [(1, 0.5)])], Axis("step"), Axis("loss")
+    )
+
+
 def test_labels_of_a_scatter_chart_do_not_overlap():
     points = [Point(f"a model with name {i}", f"m{i}", 1.0 + 0.01 * i, 1.0 + 0.001 * (i % 3)) for i in range(7)]
     points.append(Point("far", "base", 2.0, 1.2))
@@ -681,13 +690,18 @@ def test_nothing_is_cut_off(out, width, dark):
     """The page is no wider than the window; what is wider scrolls in a box of its own."""
     page = write_page(str(out))
     text = page.read_text(encoding="utf-8")
-    measure = "<script>document.title = document.documentElement.scrollWidth + ' ' + innerWidth</script></body>"
+    measure = "<script>parent.postMessage(document.documentElement.scrollWidth + ' ' + innerWidth, '*')</script></body>"
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text).replace("</body>", measure)
     page.write_text(text, encoding="utf-8")
-    words = ["--force-dark-mode"] if dark else []
-    done = browse(*words, f"--window-size={width},1200", "--dump-dom", page.as_uri())
+    frame = page.with_name("frame.html")  # Chromium opens no window of less than 500 pixels
+    frame.write_text(
+        "<title></title><script>onmessage = (event) => { document.title = event.data }</script>"
+        f'<iframe src="{page.name}" style="width:{width}px;height:1200px;border:0"></iframe>'
+    )
+    words = [f"--blink-settings=preferredColorScheme={0 if dark else 1}"]
+    done = browse(*words, "--window-size=1400,1300", "--dump-dom", frame.as_uri())
     wide, window = map(int, re.search(r"<title>(.*?)</title>", done.stdout)[1].split())
-    assert wide <= window
+    assert window == width and wide <= window
 
 
 @needs_browser

@@ -116,7 +116,7 @@ def test_damaged_rows_are_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
     for damage in ("{", "[1]\n", '{"bits": 4}\n'):
         path.write_text(damage)
-        with pytest.raises(SurgeryError, match="Give another --json"):
+        with pytest.raises(SurgeryError, match="Give another file"):
             quantized.read_rows(path)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from recipes.papers.quality.mlr_partitions import cluster, compare, halve, held_share, input_moments
+from recipes.papers.quality.mlr_partitions import cluster, compare, halve, held_share, input_moments, main
 
 
 def planted(generator):
@@ -36,3 +37,17 @@ def test_moments_are_those_of_the_inputs():
     moment_II = input_moments(model, ids_BT, ["1"])["1"]
     x_NI = model[0](ids_BT).flatten(0, 1)
     torch.testing.assert_close(moment_II, x_NI.mT @ x_NI / 6, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("missing", ["SRC", "text.txt"])
+def test_a_missing_file_is_one_sentence(missing, tmp_path, monkeypatch, capsys):
+    (tmp_path / "SRC").mkdir()
+    (tmp_path / "SRC/config.json").write_text("{}")
+    (tmp_path / "text.txt").write_text("A text.")
+    (tmp_path / missing).rename(tmp_path / "elsewhere")
+    monkeypatch.setattr(
+        "sys.argv", ["mlr_partitions", str(tmp_path / "SRC"), "--calibration", str(tmp_path / "text.txt")]
+    )
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert str(tmp_path / missing) in capsys.readouterr().err

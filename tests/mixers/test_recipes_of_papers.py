@@ -176,7 +176,7 @@ def test_nested_mlr_attention():
     check("mlr-nested", length, score_HTT.softmax(-1) @ inputs.v_BGTV[0])
 
 
-# -- the tables of docs/attention.md and docs/structures.md ------------------------------------------
+# -- the tables of docs/paper_layers.md and docs/structures.md ------------------------------------------
 def table_rows(page: str) -> list[list[str]]:
     text = (DOCS / page).read_text(encoding="utf-8").split("<!-- layers -->")[1].split("<!-- /layers -->")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.strip().splitlines()]
@@ -189,7 +189,7 @@ def codes(cell: str) -> list[str]:
 
 
 def test_each_recipe_has_a_row():
-    for page, attention in (("attention.md", True), ("structures.md", False)):
+    for page, attention in (("paper_layers.md", True), ("structures.md", False)):
         named = [name for cells in table_rows(page) for name in codes(cells[0]) if " " not in name]
         loaded = {name: load_recipe(name) for name in shipped_recipes()}
         recipes = [
@@ -198,7 +198,9 @@ def test_each_recipe_has_a_row():
         assert sorted(named) == sorted(recipes)
 
 
-@pytest.mark.parametrize("cells", table_rows("attention.md") + table_rows("structures.md"), ids=lambda cells: cells[0])
+@pytest.mark.parametrize(
+    "cells", table_rows("paper_layers.md") + table_rows("structures.md"), ids=lambda cells: cells[0]
+)
 def test_a_row_is_what_the_recipe_says(cells):
     """Overrides of a row are valid, and what is a paper's layer has no softmax window beside it."""
     answer = cells[2].partition(",")[0]

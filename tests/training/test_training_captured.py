@@ -13,6 +13,7 @@ import torch
 from helpers.small_training import TINY_CHECKPOINT, convert_tiny, healing_recipe, read_losses, tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from surgery.core.progress import Progress
 from surgery.training import cuda_graph
 from surgery.training.finetune import finetune
 
@@ -101,6 +102,24 @@ def test_language_model_stages(student, texts, tmp_path, replays, without_curves
         found.append([loss for *_, loss in read_losses(tmp_path / name / "training")])
     assert found[1] == pytest.approx(found[0], rel=5e-3 if CUDA else 1e-5)
     assert len(replays) == (0 if shortest else 16 - cuda_graph.WARMUP_BATCHES)
+
+
+class Said(Progress):
+    """Keeps the lines."""
+
+    def __init__(self):
+        self.lines = []
+
+    def say(self, text):
+        self.lines.append(text)
+
+
+def test_a_graph_that_a_stage_does_not_use_is_said(student, texts, tmp_path, without_curves):
+    """On a CPU a stage runs without a graph, with a line on what a graph needs."""
+    recipe = separated(healing_recipe(texts, {**STAGES[1], "kind": "lm"}, cuda_graph=True))
+    said = Said()
+    finetune(str(student), recipe, tmp_path / "out", device="cpu", track="none", progress=said)
+    assert any("cuda_graph: true is not used in this stage" in line for line in said.lines)
 
 
 def test_packed_documents_run_without_a_graph(student, texts, tmp_path, replays, without_curves):

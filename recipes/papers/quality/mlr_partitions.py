@@ -133,6 +133,10 @@ def main() -> None:
     add("--tokens", type=int, default=4096, help="Tokens of calibration text, in rows of 512. Default: %(default)s.")
     add("--json", type=Path, help="Write the rows to this file.")
     arguments = parser.parse_args()
+    if not arguments.calibration.is_file():
+        parser.error(f"--calibration {arguments.calibration} is not a file. Give a text file in UTF-8.")
+    if not (Path(arguments.source) / "config.json").is_file():
+        parser.error(f"{arguments.source} has no config.json. Give the folder of a Llama checkpoint.")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(arguments.source, dtype=torch.float32, trust_remote_code=False)

@@ -133,9 +133,11 @@ def read_rows(path: Path | None) -> list[dict[str, Any]]:
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except ValueError:
-        raise SurgeryError(f"{path} is not a file of JSON lines. Give another --json, or remove it") from None
+        raise SurgeryError(
+            f"{path} is not a file of JSON lines, which this command writes. Give another file, or remove it"
+        ) from None
     if not all(isinstance(row, dict) and isinstance(row.get("kind"), str) for row in rows):
-        raise SurgeryError(f"{path} has lines that are not rows of this command. Give another --json, or remove it")
+        raise SurgeryError(f"{path} has lines that are not rows of this command. Give another file, or remove it")
     return rows
 
 

@@ -110,7 +110,8 @@ def load_page_data(name: str, measured: Path | None = None) -> PageData:
     data = PageData(name, source.folder, report, {})
     _add_attention(data, source)
     data.notes += text_warnings(report)
-    data.notes += [Text.from_markup(line).plain for line in report_times(report_linears(report, source))]
+    if not all(is_dense(record) for record in report["modules"]):  # of mixers alone the linears are as fast as before
+        data.notes += [Text.from_markup(line).plain for line in report_times(report_linears(report, source))]
     if (report.get("recipe") or {}).get("front") is not None and read_front(report) is None:
         data.notes.append("the front of `surgery search` in surgery_report.json is damaged, so it is not shown")
     data.log = _read_log(source.folder / "training" / "log.jsonl", data.notes)

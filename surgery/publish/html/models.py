@@ -49,7 +49,7 @@ def models_section(data: PageData) -> str:
     ]
     parts.append("<ul>" + "".join(f"<li>{escape(str(text))}</li>" for text in remarks) + "</ul>")
     parts += [_front(shared) for shared in comparison.get("fronts", [])]  # none in files of older versions
-    parts += [_pareto(chart, kinds) for chart in comparison["charts"]]
+    parts.append(f'<div class="pair">{"".join(_pareto(chart, kinds) for chart in comparison["charts"])}</div>')
     parts += [_needle_maps(comparison["rows"], names), _curves(comparison["rows"], kinds)]
     return "".join(parts)
 
@@ -131,9 +131,7 @@ def _pareto(chart: dict[str, Any], kinds: dict[str, str]) -> str:
         title, points, [str(n) for n in chart["front"]], Axis(str(chart["cost"])), Axis(str(chart["quality"])),
         bool(chart["higher_is_better"]),
     )  # fmt: skip
-    caption = (
-        f"{escape(title)}, with 95% intervals. {better.capitalize()} is better. Filled points are on the Pareto front."
-    )
+    caption = f"With 95% intervals. {better.capitalize()} is better. Filled points are on the Pareto front."
     return figure_html(drawn, caption)
 
 
@@ -155,6 +153,7 @@ def _front(shared: dict[str, Any]) -> str:
     heads = ["point", cost_label(front), "of the original", f"{loss_label(front)}, nats per token", "interval"]
     heads += [f"measured ({quantity})"] if quantity else []
     caption = "Points of a front of surgery search with their predicted intervals. The filled ones were converted."
+    caption += f" {shared['remark']}." if isinstance(shared.get("remark"), str) else ""
     converted = [label for label, name in zip(labels, names) if models[name]]
     return front_figure(front, labels, converted, caption) + table_html(caption, [*heads, "model"], body)
 
@@ -225,4 +224,4 @@ def _curves(rows: list[dict[str, Any]], kinds: dict[str, str]) -> str:
         y = Axis(f"{metric}, {unit}" if unit else metric)
         drawn = line_chart(f"{task}, {metric}", series, Axis(where, log=True, tokens=True), y)
         parts.append(figure_html(drawn, f"{escape(task)}: {escape(metric)} by {axis}, with 95% bands"))
-    return "".join(parts)
+    return f'<h3>By length and position</h3><div class="pair">{"".join(parts)}</div>' if parts else ""

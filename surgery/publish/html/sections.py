@@ -17,6 +17,7 @@ from surgery.publish.summary import is_dense
 from surgery.publish.verdict import measured_agreement, measured_ratio
 
 NOTHING_FOUND = "No model found anything at any length and depth, so no map is drawn."
+LOSSES = "Training loss of the stage, and loss on validation text where it was measured."
 ERROR_STEPS = (0.05, 0.1, 0.2, 0.4)  # relative errors between the colors of matrices
 
 
@@ -113,9 +114,15 @@ def headline_figures(data: PageData) -> str:
         )
     return (
         '<ul class="figures">'
-        + "".join(f"<li><b>{escape(a)}</b><span>{escape(b)}</span></li>" for a, b in text)
+        + "".join(f"<li><b>{_small_interval(a)}</b><span>{escape(b)}</span></li>" for a, b in text)
         + "</ul>"
     )
+
+
+def _small_interval(figure: str) -> str:
+    """Return the HTML of a headline figure, its interval "[low, high]" in small letters."""
+    value, bracket, rest = escape(figure).partition(" [")
+    return f"{value} <small>[{rest}</small>" if bracket else value
 
 
 def model_section(data: PageData) -> str:
@@ -137,7 +144,7 @@ def model_section(data: PageData) -> str:
     kinds = _legend_of_model(rows)
     keys = "".join(f'<li><span class="key {kind}"></span>{escape(label)}</li>' for kind, label in kinds.items())
     names = [role.replace("attention.", "").replace("mlp.", "mlp ") for role in data.roles]
-    drawn = layer_diagram("The model before and after", names, rows)
+    drawn = layer_diagram("Attention and matrices of each layer", names, rows)
     caption = (
         "Each box is an original matrix. The filled part is the share of its parameters that is kept, its color the "
         "relative error. Grey: not replaced. Hover for details."
@@ -188,7 +195,7 @@ def error_class(error: float) -> str:
 
 def error_section(data: PageData) -> str:
     """Return charts of the error and rank of each replaced matrix by layer."""
-    kinds = ("converted", "healed", "third", "base")
+    kinds = ("converted", "healed", "third", "m3")  # not "base", whose dashes mean the original
     by_role: dict[str, list[dict[str, Any]]] = {}
     for record in data.report["modules"]:
         if layer_index(record["name"]) is not None:
@@ -248,7 +255,8 @@ def cost_section(data: PageData) -> str:
         title = "FLOPs by context length" if what == "macs" else "Cache by context length"
         drawn.append(
             figure_html(
-                line_chart(title, series, Axis("context length in tokens", log=True), Axis(y, log=True)), caption
+                line_chart(title, series, Axis("context length in tokens", log=True, tokens=True), Axis(y, log=True)),
+                caption,
             )
         )
     return '<h2 id=costs>Costs by context length</h2><div class="pair">' + "".join(drawn) + "</div>"
@@ -264,9 +272,7 @@ def training_section(data: PageData) -> str:
         loss = _step_points(lines, "loss")
         held = _step_points(lines, "validation")
         series = [Series("training loss", "converted", loss), Series("validation, nats per token", "healed", held)]
-        drawn.append(
-            figure_html(line_chart(f"Stage {name}", series, Axis("step"), Axis("loss")), f"Stage {escape(name)}")
-        )
+        drawn.append(figure_html(line_chart(f"Stage {name}", series, Axis("step"), Axis("loss")), LOSSES))
     runs = data.report.get("training") or []
     rows = []
     for number, run in enumerate(runs, 1):
@@ -298,7 +304,7 @@ def eval_section(data: PageData) -> str:
     names = {role: last_part(measured_model(results, role)["name"]) for role in ("base", "converted")}
     original = "base" if other_base(data.report, results) else "original"
     titles = {
-        role: f"{kind}: {names[role]}" if names[role] else kind
+        role: f"{kind}: {names[role]}" if names[role] not in ("", None, kind) else kind
         for role, kind in (("base", original), ("converted", "converted"))
     }
     roles = [role for role in ("base", "converted") if any(role in row["values"] for row in rows)]
@@ -459,8 +465,9 @@ def position_chart(rows: list[dict[str, Any]], roles: list[str]) -> str:
         "Loss by position", series, Axis("position in the text", log=True, tokens=True), Axis("nats per token")
     )
     return (
-        "<h3>Loss by position</h3>"
+        '<h3>By position</h3><div class="pair">'
         + figure_html(drawn, "Mean loss around each position, with 95% bands; lower is better.")
+        + "</div>"
         if drawn
         else ""
     )

@@ -42,6 +42,16 @@ class Axis:
     log: bool = False
     tokens: bool = False
 
+    @property
+    def name(self) -> str:
+        """The label without its unit: "accuracy" of "accuracy, %"."""
+        return self.label.partition(", ")[0]
+
+    @property
+    def unit(self) -> str:
+        """The unit in the label: "%" of "accuracy, %"; "" without one."""
+        return self.label.partition(", ")[2]
+
     def format(self, value: float) -> str:
         """Format a value of the axis."""
         return format_tokens(value) if self.tokens and value else format_si(value)
@@ -145,11 +155,13 @@ def _flat_or_identical(series: Sequence[Series], x: Axis, y: Axis) -> str:
         if len(set(values.values())) == 1:
             names = " and ".join([", ".join([*values][:-1]), [*values][-1]]) if len(values) > 1 else next(iter(values))
             said = next(iter(values.values()))
-            return f"{names}: {y.label} {said} at every {x.label}" if _several(series) else f"{names}: {y.label} {said}"
+            what = f"{names}:" if y.name in names else f"{names}: {y.name}"
+            where = f" at every {x.name}" if _several(series) else ""
+            return f"{what} {' '.join(filter(None, [said, y.unit]))}{where}"
         return (
             f"{y.label}: "
             + ", ".join(f"{name} {value}" for name, value in values.items())
-            + f"; the same at every {x.label}"
+            + f"; the same at every {x.name}"
         )
     first = series[0].points
     if len(series) > 1 and all(list(s.points) == list(first) for s in series):
@@ -335,7 +347,7 @@ def layer_diagram(
     """Return the diagram of a model. rows: (name, name and description of token mixing, matrices) of each layer."""
     longest = max((len(mixing) for _, (mixing, _), _ in rows), default=0)
     wide, high, left, top = 92, 24, 52, 26
-    mixer = min(max(120, round(LETTER * longest) + 16), 250)
+    mixer = min(max(120, round(LETTER * longest) + 36), 270)
     parts = [f'<text class="tick mid" x="{left + mixer / 2}" y="{top - 9}">token mixing</text>']
     parts += [
         f'<text class="tick mid" x="{left + mixer + wide * (j + 0.5)}" y="{top - 9}">{escape(c)}</text>'
@@ -346,7 +358,7 @@ def layer_diagram(
         parts.append(f'<text class="tick end" x="{left - 8}" y="{y + 16}">{escape(name)}</text>')
         if mixing:
             kind = "softmax" if mixing == "softmax" else "replaced"
-            most = int((mixer - 16) / LETTER)
+            most = int((mixer - 36) / LETTER)
             label = mixing if len(mixing) <= most else mixing[: most - 1] + "…"
             parts.append(
                 f'<g><title>layer {escape(name)}: {escape(description)}</title><rect class="{kind}" x="{left + 2}" '
