@@ -226,6 +226,14 @@ def test_verdicts_of_results_are_counted():
     assert len(words) == len(page.results()) == len(page.EXPERIMENTS) + 4
 
 
+def test_results_name_their_settings_and_what_is_not_run():
+    found = {result.source: result for result in page.results()}
+    scale = found["Compute Better Spent, Figures 1b, 1c, 4 to 6"]
+    assert scale.word == "in part" and "`cpu` in part: " in scale.why and "`gpu_short` reproduced: " in scale.why
+    rates = found["Customizing, Figure 5"].found
+    assert "not run to the end, GPU minutes: `gpu_128` 2 (36 of 140 runs done), `gpu` 29" in rates
+
+
 def test_power_laws_and_the_verdict_of_scaling():
     setting = scaling.EXPERIMENT.setting("cpu")
     exact = scaling.fit_power_law([(10.0, 1.0), (100.0, 0.1), (1000.0, 0.01)])

@@ -130,6 +130,7 @@ def test_settings_are_combined_and_counted():
     assert combine(["undecided: GPU time"]) == combine([]) == "undecided"
     assert combine(["reproduced", "not seen at this size"]) == combine(["in part", "refuted"]) == "in part"
     assert combine(["refuted", "not seen at this size"]) == "refuted"
+    assert combine(["in part", "reproduced", "undecided"]) == "in part"
     assert count(["refuted", "undecided", "undecided"]) == (
         "reproduced 0, in part 0, refuted 1, not seen at this size 0, undecided 2"
     )

@@ -22,6 +22,7 @@ from recipes.papers.experiments import (
     vision,
 )
 from recipes.papers.experiments.characters import at_equal_macs
+from recipes.papers.experiments.driver import show
 from recipes.papers.experiments.sweep import (
     Cell,
     append_rows,
@@ -267,6 +268,20 @@ def test_structured_head(whole, body, word):
     verdict = structured_head.EXPERIMENT.judge(rows, setting)
     found = at_equal_macs(structured_head.best_rows(rows, setting), "btt", "dense", "macs_with_head")
     assert verdict.word == word and found.mean == pytest.approx(whole, abs=1e-3)
+
+
+def test_rate_transfer_shows_a_part_of_a_sweep(tmp_path):
+    """Cells without rows have no line; the verdict and the plot say how many runs there are."""
+    setting, path = rate_transfer.EXPERIMENT.setting("gpu_128"), tmp_path / "rows.jsonl"
+    cell = Cell("mlr", 256)
+    shared = {"setting": setting.name, "method": cell.method, "width": cell.width, "macs": 1}
+    append_rows(path, [{**shared, "rate": rate, "seed": 0, "loss": (rate - 4e-3) ** 2} for rate in setting.rates])
+    text = show(rate_transfer.EXPERIMENT, [path], tmp_path / "plot.png")
+    assert "| mlr | 256 |" in text and "| mlr | 64 |" not in text and "softmax" not in text.split("Setting")[1]
+    assert "`gpu_128`: undecided: GPU time (7 of 140 runs;" in text and (tmp_path / "plot.png").is_file()
+    rows = read_rows(path)
+    assert rate_transfer.losses_by_seed(rows, setting, Cell("mlr", 64)) == {}
+    assert rate_transfer.best_rate(rows, setting, cell) == 4e-3 and not is_complete(rows, setting)
 
 
 @pytest.mark.parametrize("moved, word", [(0.0, "reproduced"), (3.0, "refuted"), (1.5, "undecided")])

@@ -224,7 +224,9 @@ def draw(experiment: Experiment, rows: list[Row], settings: list[Setting], path:
     figure, axes = pyplot.subplots(len(settings), 2, figsize=(8, 3.2 * len(settings)), squeeze=False)
     for pair, setting in zip(axes, settings):
         experiment.draw(pair, rows, setting)
-        pair[0].set_title(f"{experiment.name}, {setting.name}", fontsize=9)
+        have = sum(row["setting"] == setting.name for row in rows)
+        part = "" if is_complete(rows, setting) else f" ({have} of {setting.runs} runs)"
+        pair[0].set_title(f"{experiment.name}, {setting.name}{part}", fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=80)
     pyplot.close(figure)

@@ -84,19 +84,22 @@ def results() -> list[Result]:
 
 
 def _result(experiment: Experiment) -> Result:
-    rows, found, missing, words, reasons = load_rows(experiment, []), [], [], [], []
+    rows, found, waiting, words, reasons = load_rows(experiment, []), [], [], [], []
     for setting in experiment.settings_of(rows):
         verdict = experiment.judge(rows, setting)
         words.append(verdict.word)
         if is_complete(rows, setting):
             found.append(f"`{setting.name}`, {_runs(setting)}: {verdict.found}")
-            reasons.append(verdict.why)
+            reasons.append((f"`{setting.name}` {verdict.word}", verdict.why))
         elif setting.where == "gpu":
-            missing.append(f"`{setting.name}` {_minutes(experiment, setting)}")
-    if missing:
-        found.append(f"no rows yet, GPU minutes: {', '.join(missing)}")
+            have = sum(row["setting"] == setting.name for row in rows)
+            part = f" ({have} of {setting.runs} runs done)" if have else ""
+            waiting.append(f"`{setting.name}` {_minutes(experiment, setting)}{part}")
+    if waiting:
+        found.append(f"not run to the end, GPU minutes: {', '.join(waiting)}")
+    why = "; ".join(f"{name}: {why}" if len(reasons) > 1 else why for name, why in reasons)
     command = f"{experiment.command} run" + (" --data FILE" if experiment.data else "")
-    return Result(experiment.source, experiment.claim, "; ".join(found), combine(words), "; ".join(reasons), command)
+    return Result(experiment.source, experiment.claim, "; ".join(found), combine(words), why, command)
 
 
 def _runs(setting: Setting) -> str:

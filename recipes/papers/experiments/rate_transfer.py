@@ -98,6 +98,8 @@ def losses_by_seed(rows: list[Row], setting: Setting, cell: Cell) -> dict[int, l
         if (row["setting"], row["method"], row["width"]) == (setting.name, *cell)
     }
     rates = tried_rates(rows, setting, cell)
+    if not rates:
+        return {}
     return {seed: [found[seed, rate] for rate in rates] for seed in seeds_at(rows, setting, cell, rates)}
 
 
@@ -167,7 +169,8 @@ def draw(axes: Any, rows: list[Row], setting: Setting) -> None:
             )
     for axis in axes:
         axis.set(xlabel="base rate", ylabel="nats per character", xscale="log")
-        axis.legend(fontsize=6)
+        if axis.lines:
+            axis.legend(fontsize=6)
 
 
 EXPERIMENT = Experiment(

@@ -181,9 +181,11 @@ def size_words(setting: Setting) -> str:
 
 
 def combine(words: Iterable[str]) -> str:
-    """Return the verdict on one claim of several settings: a setting without a verdict says nothing about it."""
+    """Return the verdict on one claim of several settings: a setting without a verdict says nothing about it, and only
+    what holds in all others is reproduced.
+    """
     known = {word for word in words if word in WORDS[:-1]}
-    if {REPRODUCED, PART} & known and {REFUTED, NOT_SEEN} & known:
+    if {REPRODUCED, PART} & known and len(known) > 1:
         return PART
     return next((word for word in (REFUTED, REPRODUCED, PART, NOT_SEEN) if word in known), UNDECIDED)
 
