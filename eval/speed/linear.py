@@ -118,8 +118,8 @@ def linears(in_: int, out: int, device: torch.device, dtype: torch.dtype) -> Ite
 
 def compressed_linears(in_: int, out: int, device: torch.device, dtype: torch.dtype) -> Iterator[LinearEntry]:
     """Yield dense, and at half and a quarter of its parameters low rank and BTT 4 x 4: the kernel, the library's two
-    products, the reference, and each in FP8. Ranks are those of the share, and rounded down to multiples of RANK_MULTIPLE where these
-    differ.
+    products, the reference, and each in FP8. Ranks are those of the share, and rounded down to multiples of
+    RANK_MULTIPLE where these differ.
     """
     factory: dict[str, Any] = {"device": device, "dtype": dtype}
     dense = nn.Linear(in_, out, bias=False, **factory)

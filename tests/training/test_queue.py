@@ -56,9 +56,13 @@ def test_files_of_other_things(tmp_path):
         run(tmp_path, [{"name": "../b", "command": "true"}])
 
 
-def test_shipped_jobs_are_read(capsys):
-    path = Path(queue.__file__).parent / "quality" / "public_rows.yaml"
+@pytest.mark.parametrize("name, number, start", [
+    ("quality/public_rows.yaml", 10, "NAME=original; mkdir -p WORK/$NAME"),
+    ("speed/gpu_checks.yaml", 12, 'python3 -m pytest -q -m ""'),
+])  # fmt: skip
+def test_shipped_jobs_are_read(name, number, start, capsys):
+    path = Path(queue.__file__).parent / name
     main([str(path), "--gpus", "4", "--seconds", "1", "--logs", "LOGS", "--set", "source=SRC", "--dry-run"])
     lines = capsys.readouterr().out.splitlines()
-    assert "log-linear: NAME=log-linear;" in lines[1] and "public_model run SRC " in lines[1]
-    assert not any(word in "".join(lines) for word in ("{source}", "{run}", "{long}"))
+    assert len(lines) == number and lines[0].partition(": ")[2].startswith(start)
+    assert not any(word in "".join(lines) for word in ("{source}", "{run}", "{long}", "{tests}", "{out}"))
