@@ -1275,6 +1275,33 @@ def _(grid: str) -> Iterator[Case]:
                    names=("quantized_product",), gradients=False, step=7, sample=16)  # fmt: skip
 
 
+# tokens, inputs
+TOKENS_IN_FP8: dict[str, list[tuple[int, int]]] = {
+    "full": [(65536, 64), (8192, 4096), (4099, 11007), (17, 70001)],
+    "reduced": [(4099, 64), (33, 20001)],
+    "tiny": [(5, 37), (3, 20001)],
+    "far": [(3, 40)],
+}
+
+
+@cases("fp8_tokens")
+def _(grid: str) -> Iterator[Case]:
+    from surgery.structures.fp8 import LARGEST, quantize_tokens
+
+    def exact(leaves: Leaves) -> list[torch.Tensor | None]:
+        return [leaves["x"].abs().amax(-1, keepdim=True) / LARGEST, leaves["x"] if CUDA else None]
+
+    def rounded(leaves: Leaves) -> list[torch.Tensor | None]:
+        """The interpreter rounds some values to e4m3 wrongly."""
+        x, scale = quantize_tokens(leaves["x"])
+        return [scale, x.float() * scale if CUDA else None]
+
+    for N, inputs in sizes_of(TOKENS_IN_FP8, grid):
+        torch.manual_seed(N)
+        yield Case(f"{N} tokens of {inputs}", BF16, N, {"x": normal(N, inputs, dtype=BF16)}, exact, {}, rounded,
+                   names=("quantize_tokens",), gradients=False, step=7, sample=16)  # fmt: skip
+
+
 # -- running ---------------------------------------------------------------------------------------------------------
 @contextmanager
 def interpreter_settings() -> Iterator[None]:
