@@ -240,6 +240,7 @@ def compile_features() -> None:
 
 def compile_quantized() -> None:
     """Compile products with packed integers, for one token and for several, with and without groups."""
+    from surgery.structures.fp8 import quantize_tokens
     from surgery.structures.quantized import Storage, quantize_rows, quantized_product
 
     for storage in (Storage(8), Storage(8, 32), Storage(4, 64), Storage(4, 8)):
@@ -247,6 +248,9 @@ def compile_quantized() -> None:
             stored = quantize_rows(torch.randn(1, 1100, 1024).to(dtype), storage)
             for tokens in (1, 5):
                 quantized_product(torch.randn(tokens, 1, 1024).to(dtype), *stored, storage)
+    for columns in (1024, 20000):
+        for dtype in (torch.bfloat16, torch.float32):
+            quantize_tokens(torch.randn(3, columns).to(dtype))
 
 
 def compile_delta() -> None:
