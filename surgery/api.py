@@ -979,7 +979,7 @@ def bench(
 
     Args:
         what: linear, attention, decode, model, speed, serve, train, vllm or draft.
-        sizes: full, main or small; None: full on a GPU, else small.
+        sizes: full, main or small, for vllm also 8b; None: full on a GPU, else small.
         peers: include other libraries.
         only: comma-separated words; only implementations whose name contains one of them run. A word after a minus sign
             excludes.

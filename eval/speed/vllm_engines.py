@@ -10,7 +10,8 @@ Greedy, on random prompts given as token ids, without tokenizer, end of text and
 before it is timed. Shown are medians and ranges over the rounds.
 
 Without --model the models are a Llama with random weights, of 1B parameters on a GPU, and conversions of it, written to a
-temporary folder: the time of a step does not depend on the weights.
+temporary folder: the time of a step does not depend on the weights. With --sizes 8b they are the shape of Llama 3 8B and
+`fast-half` of it, each a folder with config.json alone, whose weights vLLM draws itself (`load_format="dummy"`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,15 +37,28 @@ from surgery.eval.speed.model import SHAPES
 from surgery.eval.speed.selection import is_selected
 from surgery.vllm.versions import installed_version, version_problem
 
+if TYPE_CHECKING:
+    from surgery.planning.recipe import ConversionRecipe
+
 KIND = "vllm"
-ROUNDS = {"full": 3, "main": 3, "small": 1}
+ROUNDS = {"full": 3, "main": 3, "8b": 2, "small": 1}
 CELLS = {  # (prompt tokens, batch)
     "full": [*((length, batch) for length in (2048, 8192) for batch in (1, 16, 64)), (32768, 1), (32768, 8)],
     "main": [(2048, 1), (2048, 16), (2048, 64), (8192, 16)],
+    "8b": [(2048, 1), (2048, 16), (2048, 64)],
     "small": [(64, 1), (64, 4)],
 }
 SHAPES_HERE = {**SHAPES, "small": {**SHAPES["small"], "head_dim": 32}}  # vLLM's attention on a CPU needs 32 dims
-NEW_TOKENS = {"full": 128, "main": 128, "small": 16}
+SHAPES_HERE["8b"] = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+}
+NEW_TOKENS = {"full": 128, "main": 128, "8b": 128, "small": 16}
 LARGEST_BATCH, STEP_TOKENS, MEMORY_SHARE = 64, 8192, 0.85
 ORIGINAL = "original"
 RECIPES: dict[str, dict[str, Any]] = {  # of random models: keys that take the place of a recipe's, which need a text
@@ -53,6 +67,7 @@ RECIPES: dict[str, dict[str, Any]] = {  # of random models: keys that take the p
     "hybrid-25": {"hybrid": {"softmax": 0.25, "choose_by": "every"}},
     "log-linear": {},
 }
+CONFIG_ONLY = {"8b": ("fast-half",)}  # sizes whose models are a config.json alone, and their recipes
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 WORKER = "import sys; from surgery.eval.speed.vllm_engines import run_worker; run_worker(sys.argv[1])"
 RESULT = "surgery-bench-vllm:"  # begins the line of a worker's output that holds its result
@@ -74,7 +89,7 @@ def bench_vllm(
     Args:
         models: local folders of checkpoints, separated by commas; the first is what the others are compared with. None:
             random weights.
-        sizes: full, main or small: prompts and batches, and the shape of random models; None: full on a GPU, else
+        sizes: full, main, 8b or small: prompts and batches, and the shape of random models; None: full on a GPU, else
             small.
         only: comma-separated words; only models whose name contains one of them. The first model always runs.
         dtype: bfloat16, float16 or float32; None: bfloat16 on a GPU, else float32.
@@ -89,6 +104,13 @@ def bench_vllm(
     for what, choice, valid in (("--sizes", sizes, tuple(CELLS)), ("--dtype", dtype, DTYPES)):
         if choice not in valid:
             raise SurgeryError(f"{what} {choice!r} is not one of {', '.join(valid)}{suggestion(choice, valid)}")
+    if models is not None and sizes in CONFIG_ONLY:
+        raise SurgeryError(
+            f"--sizes {sizes} has models of its own, without weights (got --model {models}). Leave one of the two out"
+        )
+    names = given_names(models, sizes)
+    if not any(is_selected(name, only) for name in names):
+        raise SurgeryError(f"--only {only} names no model of this benchmark. There are {', '.join(names)}")
     found = installed_version()
     missing = found is None and find_spec("vllm") is None
     problem = f"it is not installed ({install_command('vllm')})" if missing else version_problem(found)
@@ -125,11 +147,20 @@ def _chosen_folders(
     for name, folder in given.items():
         if not (folder / "config.json").is_file():
             raise SurgeryError(f"--model: {folder} is no checkpoint ({name}: there is no config.json in it)")
-    names = list(given) or [ORIGINAL, *RECIPES]
+    names = given_names(models, sizes)
     chosen = [name for n, name in enumerate(names) if n == 0 or is_selected(name, only)]
     if given:
         return {name: given[name] for name in chosen}
+    if sizes in CONFIG_ONLY:
+        return write_config_only_models(chosen, SHAPES_HERE[sizes], dtype, scratch)
     return write_random_models(chosen, sizes, dtype, scratch, progress)
+
+
+def given_names(models: str | None, sizes: str) -> list[str]:
+    """Return the names of all models of the benchmark, the one that the others are compared with first."""
+    if models is not None:
+        return list(dict.fromkeys(Path(name).name for name in models.split(",")))
+    return [ORIGINAL, *CONFIG_ONLY.get(sizes, RECIPES)]
 
 
 def write_random_models(
@@ -138,7 +169,6 @@ def write_random_models(
     """Write a Llama with random weights and its conversions by the recipes of that name; return their folders."""
     from surgery.conversion.convert import convert
     from surgery.eval.speed.model import make_llama
-    from surgery.planning.recipe import load_recipe, validate_recipe
 
     torch.manual_seed(0)
     folders = {ORIGINAL: folder / ORIGINAL}
@@ -146,14 +176,51 @@ def write_random_models(
     for name in names:
         if name == ORIGINAL:
             continue
-        keys = load_recipe(name, []).model_dump(exclude_unset=True)
-        changed = RECIPES[name]
-        if "hybrid" in changed:
-            keys["attention"] = {**keys["attention"], **changed}
-        else:
-            keys |= changed
         folders[name] = folder / name
-        convert(str(folders[ORIGINAL]), validate_recipe(keys, name), folders[name], progress=progress)
+        convert(str(folders[ORIGINAL]), recipe_without_text(name), folders[name], progress=progress)
+    return folders
+
+
+def recipe_without_text(name: str) -> ConversionRecipe:
+    """Return the recipe of that name, without what needs a calibration text."""
+    from surgery.planning.recipe import load_recipe, validate_recipe
+
+    keys = load_recipe(name, []).model_dump(exclude_unset=True)
+    changed = RECIPES[name]
+    if "hybrid" in changed:
+        keys["attention"] = {**keys["attention"], **changed}
+    else:
+        keys |= changed
+    return validate_recipe(keys, name)
+
+
+def write_config_only_models(names: Sequence[str], shape: dict[str, Any], dtype: str, folder: Path) -> dict[str, Path]:
+    """Write the config.json of a Llama of that shape, and of what the recipes of linears plan for it; return the folders.
+
+    The table of a conversion has the ranks of its plan, so nothing is computed and nothing else is written.
+    """
+    from transformers import LlamaConfig
+
+    from surgery.checkpoint.outline import describe_checkpoint
+    from surgery.checkpoint.source import open_checkpoint
+    from surgery.checkpoint.table import quantization_table
+    from surgery.planning.plan import make_plan
+    from surgery.planning.weights import table_entry
+
+    keys = {**shape, "architectures": ["LlamaForCausalLM"], "dtype": dtype, "tie_word_embeddings": False}
+    folders = {ORIGINAL: folder / ORIGINAL}
+    LlamaConfig(**keys, max_position_embeddings=2**18).save_pretrained(folders[ORIGINAL])
+    described = describe_checkpoint(open_checkpoint(str(folders[ORIGINAL]), weights=False))
+    config = json.loads((folders[ORIGINAL] / "config.json").read_text())
+    for name in names:
+        if name == ORIGINAL:
+            continue
+        plan = make_plan(described, recipe_without_text(name))
+        table = {path: table_entry(target, target.preview) for path, (target,) in plan.targets.items()}
+        folders[name] = folder / name
+        folders[name].mkdir(parents=True)
+        converted = {**config, "quantization_config": quantization_table(table, {}, [])}
+        (folders[name] / "config.json").write_text(json.dumps(converted, indent=2) + "\n")
     return folders
 
 
@@ -187,6 +254,9 @@ def measure_engine(folder: str, sizes: str, dtype: str) -> dict[str, Any]:
 
     cells, new = CELLS[sizes], NEW_TOKENS[sizes]
     options: dict[str, Any] = {"gpu_memory_utilization": MEMORY_SHARE} if torch.cuda.is_available() else {}
+    if sizes in CONFIG_ONLY:
+        options["load_format"] = "dummy"
+        _skip_weight_checks()
     llm = vllm.LLM(
         model=folder,
         dtype=dtype,
@@ -222,6 +292,17 @@ def measure_engine(folder: str, sizes: str, dtype: str) -> dict[str, Any]:
         **_power_limit(),
     }
     return {"rows": rows, "engine": about}
+
+
+def _skip_weight_checks() -> None:
+    """Let the plugin serve a folder without weights: in this process it no longer asks for the tensors of its table."""
+    from surgery.vllm import linear
+    from surgery.vllm.packed_linear import PackedLinear
+
+    plugin: Any = linear
+    layers: Any = PackedLinear
+    plugin.check_checkpoint = lambda name: None
+    layers.check_complete = lambda self, path, flats: None
 
 
 def _timed(llm: Any, prompts: list[list[int]], tokens: int) -> float:

@@ -218,7 +218,8 @@ Sizes = Annotated[
     str | None,
     typer.Option(
         help="Benchmark these problem sizes: full, main (fewer), compressed (linears at half and a quarter of the "
-        "parameters) or small (for a CPU). Default: full on a GPU, else small."
+        "parameters), 8b (for vllm: 8B parameters, weights drawn by vLLM) or small (for a CPU). Default: full on a GPU, "
+        "else small."
     ),
 ]
 Only = Annotated[

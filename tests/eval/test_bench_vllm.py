@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from helpers.small import make_recipe
 
 import surgery
@@ -12,6 +13,7 @@ from surgery.checkpoint.source import open_converted_checkpoint
 from surgery.conversion.convert import convert
 from surgery.core.errors import SurgeryError
 from surgery.eval.speed import vllm_engines
+from surgery.eval.speed.model import make_llama
 from surgery.vllm.servable import check_config
 
 
@@ -62,6 +64,44 @@ def test_checkpoints_are_compared_with_the_first(stand_in, checkpoints, tmp_path
     assert stand_in == ["SRC", "OUT"] * 2 and "2.00x" in repr(found)
     with pytest.raises(SurgeryError, match=r"gone is no checkpoint"):
         surgery.bench("vllm", model=str(tmp_path / "gone"), sizes="small")
+
+
+def test_models_of_8b_are_a_config_alone_with_the_ranks_of_the_plan(stand_in, monkeypatch):
+    written, write = {}, vllm_engines.write_config_only_models
+
+    def kept(*args):
+        folders = write(*args)
+        assert all([file.name for file in folder.iterdir()] == ["config.json"] for folder in folders.values())
+        written.update({name: json.loads((folder / "config.json").read_text()) for name, folder in folders.items()})
+        return folders
+
+    monkeypatch.setattr(vllm_engines, "write_config_only_models", kept)
+    found = surgery.bench("vllm", sizes="8b", only="fast-half", dtype="bfloat16")
+    assert stand_in == ["original", "fast-half"] * 2 and found["complete"] and found["new_tokens"] == 128
+    table = check_config(written["fast-half"], "fast-half").modules
+    shapes = {(e["rank"], e["in_features"], e["out_features"]) for e in table.values()}
+    assert len(table) == 7 * 32 and {e["structure"] for e in table.values()} == {"low_rank"}
+    assert shapes == {(1024, 4096, 4096), (384, 4096, 1024), (1536, 4096, 14336), (1536, 14336, 4096)}
+    assert {**written["fast-half"], "quantization_config": None} == {**written["original"], "quantization_config": None}
+
+
+def test_the_table_of_a_config_alone_is_that_of_a_conversion(tmp_path):
+    shape = {**vllm_engines.SHAPES_HERE["small"], "hidden_size": 256, "intermediate_size": 640}
+    planned = vllm_engines.write_config_only_models(["fast-half"], shape, "float32", tmp_path / "PLANNED")
+    model = make_llama(shape, "cpu", torch.float32)
+    model.save_pretrained(tmp_path / "SRC")
+    convert(str(tmp_path / "SRC"), vllm_engines.recipe_without_text("fast-half"), tmp_path / "OUT")
+    tables = [json.loads((f / "config.json").read_text()) for f in (planned["fast-half"], tmp_path / "OUT")]
+    assert tables[0]["quantization_config"] == tables[1]["quantization_config"]
+    assert 64 in {e["rank"] for e in tables[0]["quantization_config"]["modules"].values()}  # rounded; others are below
+
+
+def test_choices_without_a_model_are_refused(stand_in, checkpoints):
+    with pytest.raises(SurgeryError, match=r"--sizes 8b has models of its own, without weights"):
+        surgery.bench("vllm", model=str(checkpoints("llama")), sizes="8b")
+    with pytest.raises(SurgeryError, match=r"--only log-linear names no model .* There are original, fast-half$"):
+        surgery.bench("vllm", sizes="8b", only="log-linear")
+    assert not stand_in
 
 
 def test_without_a_tested_vllm_it_says_which_to_install(monkeypatch):

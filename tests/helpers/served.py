@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from surgery.planning.recipe import validate_recipe
+from surgery.planning.recipe import load_recipe, validate_recipe
 
 WIDTH, HEADS, GROUPS, HEAD, MLP, LAYERS, VOCABULARY = 128, 4, 2, 32, 256, 3, 160
+# Gated DeltaNet with a window in two of three layers, softmax in the other, and BTT linears
+HYBRID = {
+    "structure": "btt",
+    "blocks": [4, 4],
+    "attention": {
+        "mixer": "linear",
+        "mask": "gates",
+        "scores": "delta",
+        "output_gate": "value",
+        "window": 16,
+        "sinks": 4,
+        "hybrid": {"softmax": 0.34, "choose_by": "every"},
+    },
+}
 
 
 def random_checkpoint(folder: Path, family: str = "llama", **changes) -> Path:
@@ -67,6 +82,15 @@ def converted(source: Path, out: Path, **recipe) -> Path:
 
     convert(str(source), validate_recipe(recipe, "test"), out)
     return out
+
+
+def attention_of_recipe(name: str) -> dict[str, Any]:
+    """Return the attention of a shipped recipe, with a smaller window and block, so that short prompts leave them."""
+    keys = load_recipe(name, []).attention.model_dump(exclude_unset=True)
+    keys |= {"window": 16} if keys.get("window") else {}
+    if isinstance(keys.get("mask"), dict) and keys["mask"].get("block", 1) > 1:
+        keys["mask"] = {**keys["mask"], "block": 32}
+    return keys
 
 
 def quantized(source: Path, out: Path, bits: int, format: str = "int") -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers.served import converted, random_checkpoint
+from helpers.served import HYBRID, converted, random_checkpoint
 from serving.engines import apart
 
 
@@ -22,7 +22,4 @@ def hybrid(source, tmp_path_factory) -> Path:
     The state is small, so that blocks of the key cache, which vLLM makes as large, are shorter than the shared
     prefix.
     """
-    keys = {"mixer": "linear", "mask": "gates", "scores": "delta", "output_gate": "value", "window": 16, "sinks": 4}
-    keys |= {"hybrid": {"softmax": 0.34, "choose_by": "every"}}
-    out = tmp_path_factory.mktemp("hybrid") / "OUT"
-    return apart(converted, source, out, structure="btt", blocks=[4, 4], attention=keys)
+    return apart(converted, source, tmp_path_factory.mktemp("hybrid") / "OUT", **HYBRID)

@@ -9,10 +9,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers.served import converted, expected, ragged_prompts
+from helpers.served import attention_of_recipe, converted, expected, ragged_prompts
 from serving.engines import apart, check_equal, engine, generate, needs_vllm, preemptions
-
-from surgery.planning.recipe import load_recipe
 
 pytestmark = needs_vllm
 
@@ -33,12 +31,8 @@ LONG = {"shared": 300, "longest": 20}
 
 
 def by_recipe(source: Path, out: Path, name: str, **attention) -> Path:
-    """Convert by a shipped recipe, with a smaller window and block, so that short prompts leave them."""
-    keys = load_recipe(name, []).attention.model_dump(exclude_unset=True)
-    keys |= {"window": 16} if keys.get("window") else {}
-    if isinstance(keys.get("mask"), dict) and keys["mask"].get("block", 1) > 1:
-        keys["mask"] = {**keys["mask"], "block": 32}
-    return apart(converted, source, out, structure="dense", attention={**keys, **attention})
+    """Convert by a shipped recipe, with a smaller window and block."""
+    return apart(converted, source, out, structure="dense", attention={**attention_of_recipe(name), **attention})
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -104,6 +104,14 @@ class Server:
                     self.counts["finished"] += 1
 
 
+def differs(result: tuple[int, int, bool, list[int]], wanted: list[list[int]]) -> bool:
+    """Return whether a request of a schedule has other tokens than transformers writes, too many, or too few although it
+    was not cancelled.
+    """
+    prompt, tokens, is_cancelled, got = result
+    return got != wanted[prompt][: len(got)] or len(got) > tokens or (len(got) < tokens and not is_cancelled)
+
+
 def check_schedules(folder: Path, count: int, needed: tuple[str, ...], **options: Any) -> None:
     """Run drawn schedules on an engine, and check that they made it do what they are for."""
     wanted = [tokens for tokens, _ in apart(expected, folder, PROMPTS, TOKENS)]
@@ -112,8 +120,9 @@ def check_schedules(folder: Path, count: int, needed: tuple[str, ...], **options
         server = Server(llm)
 
         def problem(schedule: list[Event]) -> str:
-            for prompt, tokens, is_cancelled, got in server.run(schedule):
-                if got != wanted[prompt][: len(got)] or len(got) > tokens or (len(got) < tokens and not is_cancelled):
+            for result in server.run(schedule):
+                if differs(result, wanted):
+                    prompt, tokens, _, got = result
                     return f"prompt {prompt}: {got} instead of {wanted[prompt][:tokens]}"
             return ""
 
