@@ -172,9 +172,14 @@ def compare_schedules(
     outcome.counts = {**server.counts, "preemptions": int(preemptions(llm))}
 
 
+def set_variables(environment: dict[str, str]) -> None:
+    """Set environment variables of this process."""
+    os.environ.update(environment)
+
+
 def apart(function: Callable[..., Any], environment: dict[str, str], *args: Any) -> Any:
     """Return what a function returns in a new process with these environment variables."""
-    with ProcessPoolExecutor(1, get_context("spawn"), initializer=os.environ.update, initargs=(environment,)) as pool:
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=set_variables, initargs=(environment,)) as pool:
         return pool.submit(function, *args).result()
 
 
