@@ -223,7 +223,7 @@ def has_kernel(*step: Any) -> bool:
 def steps_in_place(mixer: LinearMixer, layout: StateLayout, dtype: torch.dtype, device: torch.device | str) -> bool:
     """Return whether a kernel computes the decodes of tokens in that dtype, in place and without waiting for the
     GPU."""
-    shape, zeros = mixer.shape, torch.zeros(1, layout.size, device=device)
+    shape, zeros = mixer.shape, torch.zeros(2, layout.size, device=device)  # of one page strides mean nothing
     sizes = (shape.heads, shape.key), (shape.groups, shape.key), (shape.groups, shape.value), (shape.dim,)
     q, k, v, x = (torch.zeros(1, *size, dtype=dtype, device=device) for size in sizes)
     inputs, zero_B = Tokens(q, k, v, x, None).one_each(1), torch.zeros(1, dtype=torch.int32, device=device)

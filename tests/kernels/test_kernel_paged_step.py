@@ -17,7 +17,7 @@ from kernels.test_kernel_window_step import miss, mixer_of, tokens, widen
 from surgery.core.dispatch import load_kernels, use_kernels
 from surgery.mixers.linear import one_token, step_in_pool
 from surgery.mixers.linear_config import LinearAttention
-from surgery.vllm.mixer_state import Batch, StateLayout, Tokens, mix_batch
+from surgery.vllm.mixer_state import Batch, StateLayout, Tokens, mix_batch, steps_in_place
 
 TREE = {"name": "hierarchical", "levels": 3}
 BLOCKS = {"name": "hierarchical", "levels": 3, "block": 4}
@@ -172,3 +172,13 @@ def test_a_step_waits_for_nothing_and_is_the_same_for_all_lengths(options, monke
         with use_kernels("kernel"), WithoutWaiting():
             mix_batch(mixer, layout, cache, Batch(6, list(range(7)), lengths, page_B, seen_B), call)
     assert len(plans[0]) >= 2 and plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("options", CONFIGS, ids=str)
+def test_a_server_may_capture_these_steps(options):
+    """What vLLM asks before it captures whole steps in CUDA graphs."""
+    mixer = mixer_of(LinearAttention(**options)).float()
+    with use_kernels("kernel"):
+        assert steps_in_place(mixer, StateLayout(mixer, LONGEST), torch.float32, DEVICE)
+    with use_kernels("reference"):
+        assert not steps_in_place(mixer, StateLayout(mixer, LONGEST), torch.float32, DEVICE)
