@@ -70,9 +70,9 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
     table, mixers = table_of(source), mixers_of(source)
     if not table and not mixers and "quantization_config" not in source.config:
         raise SurgeryError(
-            f"{converted} is an ordinary checkpoint already: its MLPs are pruned to one width, its attention to one number "
-            "of heads, or its layers or experts are fewer, which config.json says, and no other linears were replaced. Use "
-            "it as it is"
+            f"{converted} is an ordinary checkpoint already: its config.json says what the conversion changed (a stock class "
+            "with linear attention, MLPs of one smaller width, fewer heads, layers or experts), and no other linears were "
+            "replaced. Use it as it is"
         )
     mixers = {path: spec for path, spec in mixers.items() if mixer_config(spec).reads_projections}
     outputs = _output_projections(source, mixers)

@@ -27,9 +27,11 @@ from surgery.conversion.generated import check_can_generate
 from surgery.conversion.preflight import GIVE_CALIBRATION, check_far_context, check_needs_no_calibration
 from surgery.conversion.reached import keep_reached
 from surgery.core.errors import SurgeryError
+from surgery.core.files import REPORT_NAME, read_json
 from surgery.core.progress import Progress
 from surgery.planning.plan import make_plan
 from surgery.planning.recipe import ConversionRecipe
+from surgery.planning.stock_classes import check_tiny_kept
 from surgery.planning.targets import Plan
 
 
@@ -118,7 +120,9 @@ class FolderSource:
 
     def plan(self, recipe: ConversionRecipe) -> Plan:
         """See `Source.plan`."""
-        return make_plan(self.model, recipe)
+        plan, report = make_plan(self.model, recipe), self.model.source.folder / REPORT_NAME
+        check_tiny_kept(self.name, read_json(report) if report.is_file() else None, plan.targets)
+        return plan
 
     def calibration(self, recipe: ConversionRecipe) -> CalibrationInputs | None:
         """Read the file, folder or Hub data set that the recipe names. See `Source.calibration`."""

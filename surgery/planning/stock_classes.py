@@ -9,7 +9,7 @@ them; GLM-5.3 has sparse attention and several residual streams.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from surgery.checkpoint.stock_latent import LATENT_EPS, latent_attention, latent_sizes, longrope
 from surgery.checkpoint.stock_tensors import AttentionSizes, kept_layer, mapped_mlp, mapped_outside
+from surgery.core.errors import SurgeryError
 from surgery.mixers import AttentionShape
 
 if TYPE_CHECKING:
@@ -265,3 +266,30 @@ def layer_types(count: int, converted: tuple[int, ...]) -> list[str]:
 
 
 STOCK_CLASSES: dict[str, StockClass] = {"gated-deltanet": Qwen35(), "kda": Ling3()}
+
+
+def tiny_modules(stock: Any) -> list[str]:
+    """Return the paths of the projections whose values are so small that the norm behind them is linear.
+
+    stock: entry of a report (surgery.checkpoint.report.StockReport); anything else has none.
+    """
+    if not isinstance(stock, dict):
+        return []
+    named = {stock_class.name: stock_class for stock_class in STOCK_CLASSES.values()}
+    stock_class = named.get(stock.get("stock_class", ""))
+    leaves = stock_class.tiny(bool(stock.get("neutral_qk_norm"))) if stock_class else ()
+    return [f"model.layers.{index}.self_attn.{leaf}" for index in stock.get("softmax_layers", ()) for leaf in leaves]
+
+
+def check_tiny_kept(name: str, report: Any, replaced: Iterable[str]) -> None:
+    """Raise SurgeryError if a recipe replaces such projections: what a matrix of 1e-9 loses, the norm makes large.
+
+    name: of the checkpoint; report: its surgery_report.json, None without one; replaced: paths of linears.
+    """
+    tiny = set(tiny_modules(report.get("stock") if isinstance(report, dict) else None))
+    if wrong := [path for path in replaced if path in tiny]:
+        raise SurgeryError(
+            f"{name} is a conversion into a stock class, and the recipe replaces {wrong[0]}, whose values are tiny so that "
+            "the norm behind it is linear (docs/stock.md). Convert the source of this checkpoint, or leave attention out: "
+            "--set 'rules=[{match: \"attention.*\", structure: dense}]'"
+        )

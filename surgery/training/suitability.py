@@ -11,13 +11,12 @@ from surgery.core.errors import SurgeryError
 from surgery.mixers.native import NativeMixer
 from surgery.modeling.cache import mixer_modules
 from surgery.modeling.modules import is_new
-from surgery.planning.stock_classes import STOCK_CLASSES
+from surgery.planning.stock_classes import tiny_modules
 from surgery.training.stages import STAGES
 from surgery.training.stages.base import StageConfig
 
 # Largest value of a query projection that stands before a QK norm with large weights (surgery.planning.stock).
 TINY = 1e-6
-STOCK_BY_NAME = {stock_class.name: stock_class for stock_class in STOCK_CLASSES.values()}
 
 
 def is_converted(model: nn.Module) -> bool:
@@ -66,16 +65,14 @@ def check_kept_frozen(name: str, stock: Any, changed: Iterable[str]) -> None:
     name: of the checkpoint. stock: entry of its report (surgery.checkpoint.report.StockReport), None without one. changed:
     names of the parameters that any stage changes.
     """
-    if not isinstance(stock, dict):
-        return
-    layers, stock_class = stock.get("softmax_layers", ()), STOCK_BY_NAME.get(stock.get("stock_class", ""))
-    tiny = stock_class.tiny(bool(stock.get("neutral_qk_norm"))) if stock_class else ()
-    names = {f"model.layers.{index}.self_attn.{leaf}" for index in layers for leaf in tiny}
+    names = tiny_modules(stock)
+    leaves = list(dict.fromkeys(path.rpartition(".")[2] for path in names))
+    layers = list(dict.fromkeys(path.split(".")[2] for path in names))
     if wrong := sorted(parameter for parameter in changed if parameter.rpartition(".")[0] in names):
         raise SurgeryError(
             f"{name}: training must leave {wrong[0]} as it is: its values are tiny, so that the norm behind it is linear, "
-            f"and one step makes the model NaN. Leave {' and '.join(tiny)} of the layers "
-            f"{', '.join(map(str, layers))} out of `trains`, `targets` and `unfrozen`, as the recipe in "
+            f"and one step makes the model NaN. Leave {' and '.join(leaves)} of the layers "
+            f"{', '.join(layers)} out of `trains`, `targets` and `unfrozen`, as the recipe in "
             "docs/stock.md does"
         )
 

@@ -30,6 +30,7 @@ from surgery.mixers.masks.base import MaskInputs
 from surgery.mixers.masks.gates import Gates, GatesMask
 from surgery.planning.recipe import load_recipe
 from surgery.planning.stock import plan_stock
+from surgery.planning.stock_classes import check_tiny_kept
 from surgery.publish.summary import inspect
 from surgery.training.suitability import check_kept_frozen
 
@@ -541,3 +542,13 @@ def test_tiny_weights_are_those_of_the_report(stock):
         ("not a report", [name.format(1)]),
     ):
         check_kept_frozen("OUT", checked, changed)
+
+
+def test_a_second_conversion_keeps_tiny_weights(stock):
+    """Low rank of a matrix of 1e-9 behind a norm of 1e9 would lose what the norm makes large."""
+    _, _, report = stock("llama")
+    tiny = "model.layers.1.self_attn.q_proj"
+    with pytest.raises(SurgeryError, match=r"OUT is a conversion into a stock class.*layers\.1\.self_attn\.q_proj"):
+        check_tiny_kept("OUT", report, ["model.layers.0.mlp.up_proj", tiny])
+    for other in (None, [], {}, {**report, "stock": {**report["stock"], "neutral_qk_norm": False}}):
+        check_tiny_kept("OUT", other, [tiny])
