@@ -109,6 +109,8 @@ def test_files_and_recipes_are_checked_first(tmp_path):
     ]
     with pytest.raises(SurgeryError, match=r"--data nowhere\.txt does not exist"):
         main([*given, "--conversion", "ssd", "--data", "nowhere.txt", "--tokens", "64"])
+    with pytest.raises(SurgeryError, match="--tokens must be a number"):
+        main([*given, "--conversion", "ssd", "--data", "nowhere.txt", "--tokens", "zz"])
     with pytest.raises(SurgeryError, match="no-such-recipe"):
         main([*given, "--conversion", "no-such-recipe", "--data", "nowhere.txt"])
     assert not list(tmp_path.iterdir())

@@ -66,6 +66,8 @@ class PublicModel:
     def __init__(self, a: argparse.Namespace):
         self.a, self.work, self.states = a, a.work, a.states
         self.texts = dict(parse_text(word) for word in a.text)
+        if not isinstance(a.tokens, int):
+            raise SurgeryError(f"--tokens must be a number such as 20M (got {a.tokens!r})")
         for name in a.conversion:
             load_recipe(name, a.convert)
         for option, path in (
