@@ -153,6 +153,7 @@ def test_other_limits_are_solved_without_measuring_again(searched, source, text,
     assert sorted(path.name for path in out.glob("recipe-*")) == ["recipe-1.yaml"]  # those of the last limits
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_goes_on(source, text, tmp_path, monkeypatch):
     """Steps that are written are not measured again, and the result is the same."""
     settings = settings_of(text, only="mlp pruned,layer")

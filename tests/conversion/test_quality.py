@@ -56,7 +56,7 @@ def cosine(minilm: Path, texts: tuple[str, str], out: Path, heldout_tokens: int 
         pytest.param(0.25, 0.67, 16384, 16384, marks=pytest.mark.slow),
         pytest.param(0.5, 0.83, 8192, 16384, marks=pytest.mark.slow),
         pytest.param(0.75, 0.905, 4096, 16384, marks=pytest.mark.slow),
-        (0.75, 0.905, 2048, 4096),
+        pytest.param(0.75, 0.905, 2048, 4096, marks=pytest.mark.slow),
     ],
 )
 def test_btt_of_a_real_encoder(keep, floor, tokens, heldout_tokens, minilm, texts, tmp_path):

@@ -486,7 +486,7 @@ def test_conversions_that_do_not_fit_are_refused(sources, texts, tmp_path):
 @pytest.mark.parametrize(
     ("linear", "frozen"),
     [
-        ("gated-deltanet", ("q_proj", "k_proj", "q_norm", "k_norm")),
+        pytest.param("gated-deltanet", ("q_proj", "k_proj", "q_norm", "k_norm"), marks=pytest.mark.slow),
         pytest.param("kda", ("kv_a_proj_with_mqa", "kv_a_layernorm"), marks=[needs_ling, pytest.mark.slow]),
     ],
 )

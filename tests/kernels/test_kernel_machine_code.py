@@ -39,7 +39,7 @@ def compile_kernels(folder, *names):
 @pytest.mark.parametrize(
     ("names", "number"),
     [
-        (("mixing", "local", "levels"), 10),
+        pytest.param(("mixing", "local", "levels"), 10, marks=pytest.mark.slow),
         pytest.param(("mlr", "window", "features", "quantized", "delta"), 20, marks=pytest.mark.slow),
     ],
 )

@@ -47,7 +47,8 @@ NEED_OUT = {
     "speculation.md",
 }
 # The commands of these pages take 90 s of CPU time together: `make test-all` runs them.
-LONG = {"benchmarks.md", "search.md", "structures.md", "upgrade.md", "pretrain.md", "speculation.md"}
+LONG = {"attention.md", "benchmarks.md", "compare.md", "performance.md", "pretrain.md", "search.md", "speculation.md"}
+LONG |= {"stock.md", "structures.md", "tutorial.md", "upgrade.md"}
 TEXTS = ("calibration.txt", "heldout.txt")
 # Enough to run every command, in little time: sizes of the checkpoint, tokens that it reads, and of each text over two
 # windows of them.
