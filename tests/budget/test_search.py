@@ -126,6 +126,7 @@ def test_dropped_attention_and_mlps(searched, source, text, tmp_path):
     assert told["attention_totals"]["cache_bytes"]["8192"][1] == costs["cache"] <= result["limits"]["cache"]
 
 
+@pytest.mark.slow
 def test_bits_are_for_quantize(searched, source, text, tmp_path):
     """Recipe and rules together have the predicted bytes; where nothing else changes, the source is quantized."""
     out = tmp_path / "SEARCH"
@@ -245,6 +246,7 @@ def test_links_and_unknown_files_are_refused(source, text, tmp_path):
 
 
 # -- whole plans --------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_choices_of_a_plan_are_made_together(searched, source, text, tmp_path, monkeypatch):
     """A plan of one choice loses what that choice loses; further choices of the layer, fewer bits and a removed layer
     add to it.

@@ -151,6 +151,7 @@ metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 CHOICES = [("Story: Mia went to the", "harbour", "zzz"), ("Story: Tom slept in the", "house", "qqq")]
 
 
+@pytest.mark.slow
 def test_lm_evals_own_command(installed, desk, tmp_path):
     """The command of docs/serve.md, with a task of two lines for its task, which is not on every machine."""
     pytest.importorskip("lm_eval")

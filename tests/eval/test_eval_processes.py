@@ -28,6 +28,7 @@ WORDS = [
 SUITES = ["ppl", "needle", "agreement"]
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_samples(tmp_path):
     words = ["eval", str(TINY), "-s", ",".join(SUITES), *WORDS, "--limit", "3", "--compare", str(TINY), "--json"]
     said = run_command(2, tmp_path, [*words, "--out", str(tmp_path / "out")])

@@ -88,6 +88,7 @@ def test_tensors_that_are_not_trained_keep_their_bytes(texts, tmp_path):
         assert torch.equal(tensor, theirs[name]) == (name not in trained), name
 
 
+@pytest.mark.slow
 def test_divided_weights_are_held_so_too(texts, tmp_path):
     """With FSDP2, of whose processes the first alone knows the values; in a second stage, which loads the student again."""
 

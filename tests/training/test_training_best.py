@@ -62,6 +62,7 @@ def test_4_2_the_best_state_is_delivered(student, words, tmp_path, stages, state
     assert ended["delivered"]["loss"] == pytest.approx(told["loss"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_4_2_a_kill_at_any_file_operation_delivers_the_same(student, words, tmp_path):
     """Of the whole run, the best state's own files among them."""
     home = tmp_path / "home"
@@ -86,6 +87,7 @@ def test_4_2_a_kill_at_any_file_operation_delivers_the_same(student, words, tmp_
         assert_equal_tensors(home / "out", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_4_2_two_processes_deliver_the_best_state(student, words, tmp_path):
     """Weights spread with FSDP2, which are gathered for the state that is saved; killed and gone on with as well."""
     told = healing_recipe(words, TOO_FAST, **BEST)

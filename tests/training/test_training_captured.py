@@ -135,6 +135,7 @@ def test_packed_documents_run_without_a_graph(student, texts, tmp_path, replays,
     assert len(replays) < 16 - cuda_graph.WARMUP_BATCHES
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_be_captured_runs_as_always(student, texts, tmp_path, replays, monkeypatch, without_curves):
     def refuse(step, **options):
         raise RuntimeError("operation not permitted when stream is capturing")

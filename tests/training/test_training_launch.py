@@ -276,6 +276,7 @@ def test_a_divided_teacher(alone, btt, texts, tmp_path):
     assert_equal_losses(out, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deliver", ["last", pytest.param("best", marks=pytest.mark.slow)])
 def test_the_first_process_alone_reads_the_weights(btt, texts, tmp_path, deliver):
     """The others build student and teacher on meta and get their shards of each stage, new parameters included. Nothing
