@@ -31,7 +31,6 @@ from surgery.core.files import REPORT_NAME, read_json
 from surgery.core.progress import Progress
 from surgery.planning.plan import make_plan
 from surgery.planning.recipe import ConversionRecipe
-from surgery.planning.stock_classes import check_tiny_kept
 from surgery.planning.targets import Plan
 
 
@@ -121,7 +120,11 @@ class FolderSource:
     def plan(self, recipe: ConversionRecipe) -> Plan:
         """See `Source.plan`."""
         plan, report = make_plan(self.model, recipe), self.model.source.folder / REPORT_NAME
-        check_tiny_kept(self.name, read_json(report) if report.is_file() else None, plan.targets)
+        if report.is_file():
+            # Imported for checkpoints that a conversion wrote.
+            from surgery.planning.stock_classes import check_tiny_kept
+
+            check_tiny_kept(self.name, read_json(report), plan.targets)
         return plan
 
     def calibration(self, recipe: ConversionRecipe) -> CalibrationInputs | None:

@@ -43,6 +43,7 @@ ELSEWHERE = {
     "grouped_rows.py",
     "mine.py",
     "depth.yaml",
+    "stock.yaml",
     "moe.yaml",
     "heal.yaml",
     "mine.yaml",
