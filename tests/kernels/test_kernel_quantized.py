@@ -139,3 +139,14 @@ def test_tokens_in_e4m3(sizes, dtype):
             assert not wrong.any()
         else:
             assert wrong.float().mean() < 0.1 and bool((found.float() / exact.float())[wrong].abs().le(1.2).all())
+
+
+@pytest.mark.parametrize("inputs", [33, 20001])
+def test_a_nan_among_the_inputs_stays(inputs):
+    """In FP8 a row with a NaN has NaN as its scale, and no other row."""
+    x = torch.randn(3, inputs, device=DEVICE)
+    x[1, -1] = torch.nan
+    with use_kernels("kernel"):
+        _, scale = quantize_tokens(x)
+    assert scale.isnan().flatten().tolist() == [False, True, False]
+    assert quantize_tokens.reference(x)[1].isnan().flatten().tolist() == [False, True, False]
