@@ -32,6 +32,7 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from recipes.papers.experiments.sweep import append_rows
 from recipes.papers.quality.quantized import run_script
 from surgery.core.errors import SurgeryError
 
@@ -124,12 +125,7 @@ class Queue:
                 self.finish(one, status)
         if late:
             return False
-        return self.start_all() or bool(self.running) or any(self.may_come(job) for job in self.waiting)
-
-    def may_come(self, job: Job) -> bool:
-        """Return whether a job that does not run may still start: it waits for a path alone."""
-        in_time = time.monotonic() + job.seconds <= self.until
-        return in_time and set(job.after) <= self.done and bool(job.needs)
+        return self.start_all() or bool(self.running) or any(map(self.is_due, self.waiting))  # due: waits for a path
 
     def why_not(self, job: Job) -> str:
         """Return why a job did not start."""
@@ -143,7 +139,7 @@ class Queue:
         """Start every job that can start; return whether there was one."""
         kept: set[int] = set()  # free GPUs of earlier jobs that wait for more of them
         started = False
-        for job in [job for job in self.waiting if self.is_ready(job)]:
+        for job in [job for job in self.waiting if self.is_due(job) and (not job.needs or Path(job.needs).exists())]:
             free = self.free - kept
             gpus = sorted(free if job.cards is None else free & set(job.cards))[: job.gpus]
             if len(gpus) == job.gpus:
@@ -153,10 +149,9 @@ class Queue:
                 kept |= set(gpus)
         return started
 
-    def is_ready(self, job: Job) -> bool:
-        """Return whether what a job waits for is there, and enough time is left."""
-        there = set(job.after) <= self.done and (not job.needs or Path(job.needs).exists())
-        return there and time.monotonic() + job.seconds <= self.until
+    def is_due(self, job: Job) -> bool:
+        """Return whether the jobs that a job comes after have ended well, and enough time is left."""
+        return set(job.after) <= self.done and time.monotonic() + job.seconds <= self.until
 
     def start(self, job: Job, gpus: list[int]) -> None:
         """Start a job on free GPUs."""
@@ -171,8 +166,7 @@ class Queue:
         self.free |= set(one.gpus)
         (self.failed if status else self.done).add(one.job.name)
         seconds = round(time.monotonic() - one.began, 1)
-        with (self.logs / ENDED).open("a") as file:
-            file.write(json.dumps({"name": one.job.name, "status": status, "seconds": seconds}) + "\n")
+        append_rows(self.logs / ENDED, [{"name": one.job.name, "status": status, "seconds": seconds}])
         print(f"{one.job.name}: status {status} after {seconds:.0f} s", flush=True)
 
 
