@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.text import Text
 
+from recipes.papers.speed import page_tables
 from recipes.papers.speed import update_tables as publish
 from surgery.cli.main import main
 from surgery.core.errors import SurgeryError
@@ -23,7 +24,6 @@ from surgery.eval.speed.tables import (
     crossovers,
     format_cell,
     format_ms,
-    joined_grids,
     markdown,
     result_grids,
     result_tables,
@@ -677,14 +677,27 @@ def test_the_page_leaves_out_what_is_never_the_fastest():
     assert names == ["dense", "BTT", "SSD, kernel", "TBM, kernel", "TBM, reference", "MLR, reference"]
 
 
-def test_passes_of_a_linear_are_one_table_of_the_page():
-    forward = ("linear 8 -> 8, forward", ["1", "16"], [("dense", ["a", "b"]), ("low rank", ["c", "-"])])
-    backward = ("linear 8 -> 8, forward + backward", ["16"], [("dense", ["d"])])
-    decode = ("decode, batch 1", ["1"], [("SDPA", ["e"])])
-    (title, heads, rows), other = joined_grids([forward, backward, decode])
-    assert (title, other) == ("linear 8 -> 8", decode)
-    assert heads == ["forward, 1", "forward, 16", "forward + backward, 16"]
-    assert rows == [("dense", ["a", "b", "d"]), ("low rank", ["c", "-", ""])]
+def test_linears_are_one_table_of_the_page():
+    """Multiples of dense, which has milliseconds; a single token in the CUDA graph alone."""
+    names = ("forward", "forward, CUDA graph", "forward + backward")
+    rows = [
+        {"table": f"linear 8 -> 8, {what}", "x": x, "rival": rival, "ms": ms, "ratio": 2.0 / ms}
+        for what in names for x in (1, 512) for rival, ms in (("dense", 2.0), ("BTT s=4", 1.0), ("BTT, half", 1.0))
+        if (what == names[0] or x == (1 if what == names[1] else 512))
+    ]  # fmt: skip
+    ((_, columns, lines),) = page_tables.grids({"kind": "linear", "rows": rows})
+    assert columns == ["forward, 512", "forward, CUDA graph, 1", "forward + backward, 512"]
+    assert lines == [("8 -> 8, dense", 3 * ["2.00"]), ("8 -> 8, BTT s=4", 3 * ["2.00"])]
+
+
+def test_steps_in_a_graph_and_eager_steps_are_one_table_of_the_page():
+    graph = ("decode, batch 1, CUDA graph", ["1", "2", "4"], [("SSD", ["a", "b", "c"])])
+    eager = ("decode, batch 1", ["1", "2", "4"], [("SDPA", ["d", "e", "f"]), ("SSD", ["g", "h", "i"])])
+    other = ("attention, forward", ["1"], [("SDPA", ["j"])])
+    (title, columns, rows), same = page_tables.joined_grids([eager, graph, other])
+    assert (title, same) == ("decode, batch 1", other)
+    assert columns == ["CUDA graph, 1", "CUDA graph, 2", "CUDA graph, 4", "eager, 1", "eager, 4"]
+    assert rows == [("SDPA", ["-", "-", "-", "d", "f"]), ("SSD", ["a", "b", "c", "g", "i"])]
 
 
 def test_windows_of_decoding_steps_are_rows_of_the_table():

@@ -31,14 +31,14 @@ def test_each_file_names_its_paper():
 
 
 def equation_rows():
-    """Return (heading of the paper, cells) of each row of the tables of equations."""
-    paper, found = "", []
+    """Return (author, cells) of each row of the table of equations."""
+    author, found = "", []
     text = (ROOT / "docs/papers.md").read_text(encoding="utf-8")
     for line in text.split("## Equations of the five papers")[1].split("\n## ")[0].splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
-        paper = line.removeprefix("### ") if line.startswith("### ") else paper
-        if len(cells) == 4 and cells[0] not in ("equations", "---"):
-            found.append((paper, cells))
+        if len(cells) == 4 and cells[0] not in ("paper", "---"):
+            author = author if cells[0] == "the same" else cells[0].split()[0]
+            found.append((author, cells[1:]))
     return found
 
 
@@ -54,12 +54,12 @@ NUMBERED = {"Kuang": (1, 40), "Qiu": (1, 18), "Guo": (1, 5), "FARS": (1, 6), "Da
 
 def test_each_equation_has_a_file_and_a_test():
     numbers = {author: set() for author in NUMBERED}
-    for paper, (equations, _, files, tests) in equation_rows():
-        author, listed = paper.split()[0], re.findall(r"`([^`]+)`", files)
-        assert listed and all((ROOT / file).is_file() for file in listed), (paper, equations)
+    for author, (equations, files, tests) in equation_rows():
+        listed = re.findall(r"`([^`]+)`", files)
+        assert listed and all((ROOT / file).is_file() for file in listed), (author, equations)
         named = re.findall(r"`([^`]+)`", tests)
         assert named and all(has_test(name) for name in named), (equations, named)
-        for part in re.split(r", |; ", equations):
+        for part in equations.partition(":")[0].split(", "):
             if found := re.fullmatch(r"(\d+)(?: to (\d+))?", part):
                 numbers[author] |= set(range(int(found[1]), int(found[2] or found[1]) + 1))
     for author, (first, last) in NUMBERED.items():

@@ -192,7 +192,7 @@ def verdict(rows: list[Row], setting: Setting) -> Verdict:
         for seed in range(setting.seeds):
             laws = [slope(times_of(best, method, name, seed), least) for name in ("quadratic", "linear")]
             gaps += [laws[0].alpha - laws[1].alpha] if laws[0] and laws[1] else []
-        comparisons.append(Comparison(f"{method}: slope smaller by", difference(gaps), above(0.0), ANY))
+        comparisons.append(Comparison(f"slope, {method}", difference(gaps), above(0.0), ANY))
         if faster_from(times_of(best, method, "linear"), times_of(best, method, "quadratic")) is None:
             slow.append(method)
     lacking = f"not faster at the longest row: {', '.join(slow)}" if slow else ""
