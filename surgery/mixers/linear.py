@@ -50,10 +50,11 @@ from surgery.mixers.common.window_hybrid import (
     RecentAndSinks,
     Tensors,
     attend_slots,
+    gather_window,
     join_and_gate,
     join_branches,
     local_attention,
-    oldest_first,
+    store_window,
 )
 from surgery.mixers.features.base import FEATURES
 from surgery.mixers.layers import HeadNorm, OutputGate, ShortConvolution
@@ -68,7 +69,7 @@ from surgery.mixers.linear_config import (
     resolve_rope,
 )
 from surgery.mixers.masks.base import MASKS, MaskInputs, Signals
-from surgery.mixers.padding import Unpadder, gather_rowwise, shift_rows
+from surgery.mixers.padding import Unpadder, shift_rows
 from surgery.mixers.projections import Float32Linear, autocast_disabled, is_hooked
 
 # Applies the mask: (out_BGJTV, state of the mask after the tokens, or None without a state).
@@ -193,90 +194,125 @@ class LinearMixer(Mixer):
     def mix_packed(self, inputs: MixerInputs, pieces: PackedPieces, state: MixerState) -> tuple[Tensor, MixerState]:
         """Return (out_BHTV, state after these tokens) of pieces of R sequences in one row (B = 1) without padding.
 
-        state: of the R sequences before their pieces. The tensors of one sequence are read and written as `mix` does;
-        nothing waits for the device.
+        state: of the R sequences before their pieces. See `mix_packed_in_pool`.
+        """
+        wide = torch.promote_types(inputs.v_BGTV.dtype, torch.float32)
+        masks = {n.removeprefix("mask."): t for n, t in state.tensors.items() if n.startswith("mask.")}
+        masks = self.mask.allocate(masks, pieces.behind(self.config.window + self.config.sinks).max_seen)
+        pool = {**state.tensors, **{f"mask.{name}": t for name, t in masks.items()}}
+        pool = {name: t.to(torch.promote_types(t.dtype, wide), copy=True) for name, t in pool.items()}
+        page_R = torch.arange(len(pieces.counts), device=pieces.device)
+        out_BHTV = self.mix_packed_in_pool(inputs, pieces, pool, page_R)
+        return out_BHTV, MixerState(state.seen_B + pieces.count_R, pool, pieces.max_seen)
+
+    @torch.no_grad()
+    def mix_packed_in_pool(self, inputs: MixerInputs, pieces: PackedPieces, pool: Tensors, page_R: Tensor) -> Tensor:
+        """Return out_BHTV of pieces of R sequences in one row (B = 1) without padding, and update their states in place.
+
+        pool: the tensors of `empty_state`, with a page for each sequence of a server; sequence r has page_R[r] (int64).
+        What a sequence has not written to its page yet is not read, whatever it holds. Nothing waits for the device.
         """
         assert not isinstance(self.window_buffer, ChunkBuffer), "near_tokens: chunks has no packed form; call mix"
         with autocast_disabled(inputs.x_BTD.device):
-            tokens, after = self.project_tokens(inputs, state, pieces)
-            signals = self.mask("signals", tokens.x_BTD)
-            written, local, far, query_L = self._written_tokens(tokens, signals), None, pieces, None
+            tokens, q_BHTF = self._tokens_of_pieces(inputs, pieces, pool, page_R)
+            signals, local, far, query_L = self.mask("signals", tokens.x_BTD), None, pieces, None
+            written, written_BL = self._written_tokens(tokens, signals), pieces.position_N.unsqueeze(0)
             if self.window_buffer is not None:
                 window, sinks, slots = self.config.window, self.config.sinks, self.window_buffer.slots
-                plan = pieces.window_plan(window, sinks, slots, max(window, 64))
-                local, stored, rings = self._window_of_pieces(tokens, written, state, plan)
-                after.update(rings)
-                written = {name: t[plan.far_written_L].unsqueeze(0) for name, t in stored.items()}
-                far, query_L = pieces.behind(window + sinks), plan.far_query_L
-            before = {n.removeprefix("mask."): t for n, t in state.tensors.items() if n.startswith("mask.")}
-            linear_BGJTV, mask_state = self._branch_of_pieces(tokens, written, signals, (pieces, far, query_L), before)
-            after.update({f"mask.{name}": t for name, t in mask_state.items()})
+                plan, far = pieces.window_plan(window, sinks, slots, max(window, 64)), pieces.behind(window + sinks)
+                local, written = self._window_in_pool(tokens, written, plan, pool, page_R)
+                written_BL, query_L = plan.far_position_L.unsqueeze(0), plan.far_slice or plan.far_query_L
+            if far.length < pieces.length:
+                q_BHTF, signals = q_BHTF[:, :, query_L], {name: t[:, query_L] for name, t in signals.items()}
+            q_BGJTF = q_BHTF.unflatten(1, (self.linear_shape.groups, -1))
+            mask_pool = {name.removeprefix("mask."): t for name, t in pool.items() if name.startswith("mask.")}
+            if far.length:
+                row = self._row_of_pieces(q_BGJTF, written, written_BL, signals, far)
+                out_BGJTV = self.mask("packed_in_pool", row, far, mask_pool, page_R, self.config.chunk)
+                linear_BGJTV = self.mask.sum_queries(out_BGJTV.to(row.v_BGTV.dtype))
+            if far.length < pieces.length and (len(pieces.counts) > 1 or not far.length):
+                values = self.shape.value + self.config.normalise
+                zeros = tokens.v_BTGV.new_zeros(
+                    *q_BGJTF.shape[:3], pieces.length, values, dtype=matmul_dtype(tokens.v_BTGV)
+                )
+                linear_BGJTV = zeros.index_copy(3, query_L, linear_BGJTV.to(zeros.dtype)) if far.length else zeros
             out_BTHV = self._combine(linear_BGJTV, local, tokens.x_BTD, inputs.v_BGTV.dtype)
-        seen_R = state.seen_B + pieces.count_R
-        return out_BTHV.transpose(1, 2).to(inputs.v_BGTV.dtype), MixerState(seen_R, after, pieces.max_seen)
+        return out_BTHV.transpose(1, 2).to(inputs.v_BGTV.dtype)
 
-    def _window_of_pieces(
-        self, tokens: ProjectedTokens, written: Tensors, state: MixerState, plan: WindowPlan
-    ) -> tuple[LocalOutput, Tensors, Tensors]:
-        """Return (softmax branch of the row, its tokens behind those of all rings, rings and sinks after the pieces).
+    def _tokens_of_pieces(
+        self, inputs: MixerInputs, pieces: PackedPieces, pool: Tensors, page_R: Tensor
+    ) -> tuple[ProjectedTokens, Tensor]:
+        """Return (convolved tokens, features of their queries (1, H, N, F)), and update the states of the convolution.
+
+        k of the tokens is what the softmax branch reads in `window_k_BTGK`, and as it was given in `k_BTGK`.
+        """
+        past = {n: pool[n][page_R].masked_fill(pieces.is_first_R[:, None, None], 0) for n in pool if n == "convolution"}
+        tokens, after = self._convolved_tokens(inputs, MixerState(pieces.seen_R, past), pieces)
+        for name, t in after.items():
+            pool[name][page_R] = t.to(pool[name].dtype)
+        rotation = self._rotation(inputs, tokens) if self.rope in TWO_FORMS else None
+        plan, position_BT = self._feature_plan(inputs.v_BGTV, pieces.length), pieces.position_N.unsqueeze(0)
+        q_BHTF, q_BTHK = linear_features(tokens.q_BTHK, rotation, self.feature_map, position_BT, plan)
+        k_BTGK = tokens.k_BTGK
+        if rotation is not None:  # features are those of the last token only: the branch reads features of earlier ones
+            plan = replace(plan, side="keys", first=pieces.length - 1, copies=self.key_copies)
+            _, k_BTGK = linear_features(k_BTGK, rotation, self.feature_map, position_BT, plan)
+        return replace(tokens, window_q_BTHK=q_BTHK, window_k_BTGK=k_BTGK), q_BHTF
+
+    def _window_in_pool(
+        self, tokens: ProjectedTokens, written: Tensors, plan: WindowPlan, pool: Tensors, page_R: Tensor
+    ) -> tuple[LocalOutput, Tensors]:
+        """Return (softmax branch of the row, what is written to the mask (1, L, ..)), and store the tokens in rings and
+        sinks.
 
         A block of queries is a row of its own, with the last tokens before it and the sinks of its sequence.
         """
-        oldest_RS, stored, after = oldest_first(state.seen_B, plan.ring_RS.shape[1]), {}, {}
-        for name, t in written.items():
-            ring_RS = gather_rowwise(state.tensors[f"ring.{name}"].to(t.dtype), oldest_RS, dim=1)
-            stored[name] = torch.cat([ring_RS.flatten(0, 1), t.squeeze(0)])
-            after[f"ring.{name}"] = stored[name][plan.ring_RS]
-        for name in "kv":
-            t = written[name].squeeze(0)
-            old = state.tensors[f"sink.{name}"].to(t.dtype).flatten(0, 1)
-            after[f"sink.{name}"] = torch.cat([old, t, torch.zeros_like(t[:1])])[plan.sink_RK]
-        blocks = self._local_attention(
-            tokens.window_q_BTHK[0, plan.query_XC],
-            {name: stored[name][plan.recent_XY] for name in "kv"},
-            {name: after[f"sink.{name}"][plan.request_X] for name in "kv"},
-            plan.seen_X,
-            plan.query_XC.shape[1],
+        new = {name: t.squeeze(0) for name, t in written.items()}
+        far = [name for name in new if name != "k" or self.rope != "window"]
+        found = gather_window(new["k"], new, pool, page_R, plan, far)
+        store_window(new["k"], new, pool, page_R, plan)
+        q_NHK, count = tokens.window_q_BTHK.squeeze(0), len(plan.seen_X)
+        q_XCHK = q_NHK.unflatten(0, (count, -1)) if plan.uniform else q_NHK[plan.query_XC]
+        block = max(self.config.window, 64)
+        blocks = self._local_attention(q_XCHK, found.recent, found.sinks, plan.seen_X, block)
+        if count == 1:
+            return blocks, found.far
+        every = (None if t is None else t.movedim(0, 2).flatten(2, 3) for t in blocks)
+        parts = (None if t is None else (t if plan.uniform else t[:, :, plan.slot_N]).unsqueeze(0) for t in every)
+        return LocalOutput(*parts), found.far  # type: ignore[arg-type]  # `out` is no None
+
+    def _row_of_pieces(
+        self, q_BGJTF: Tensor, written: Tensors, written_BL: Tensor, signals: Signals, far: PackedPieces
+    ) -> MaskInputs:
+        """Return the inputs of the mask of queries with these features. written_BL: positions of the written tokens."""
+        k_BLGK = written["linear_k" if "linear_k" in written else "k"]
+        if self.rope == "both":
+            k_BLGK = torch.cat([k_BLGK, written["k"]], dim=-1)
+        plan = replace(self._feature_plan(written["v"], far.length), side="keys", copies=self.key_copies)
+        plan = replace(plan, form="given", rotated=False)
+        k_BGLF, _ = linear_features(k_BLGK, None, self.feature_map, written_BL, plan)
+        sizes = far.zero_1, far.unpadder.count_B
+        row = self._mask_rows(q_BGJTF, k_BGLF, written, signals, *sizes, dtype=matmul_dtype(written["v"]))
+        return to_matmul_dtype(row, written["v"])
+
+    @property
+    def key_copies(self) -> int:
+        """Groups of the linear branch that share a key."""
+        return self.linear_shape.groups // self.shape.groups
+
+    def _feature_plan(self, v: Tensor, length: int) -> FeaturePlan:
+        """Return the plan of the features of all queries. v: the layer's values."""
+        return FeaturePlan(
+            side="queries",
+            form="both" if self.rope == "both" else "given",
+            rotated=self.rope in TWO_FORMS,
+            root=self.shape.scaling**0.5,
+            unit_norm=self.beta_proj is not None,
+            first=0,
+            last=length,
+            copies=1,
+            dtype=matmul_dtype(v),
         )
-        parts = (None if t is None else t.movedim(0, 2).flatten(2, 3)[:, :, plan.slot_N].unsqueeze(0) for t in blocks)
-        return LocalOutput(*parts), stored, after  # type: ignore[arg-type]  # `out` is no None
-
-    def _branch_of_pieces(
-        self,
-        tokens: ProjectedTokens,
-        written: Tensors,
-        signals: Signals,
-        where: tuple[PackedPieces, PackedPieces, Tensor | None],
-        state: Tensors,
-    ) -> tuple[Tensor, Tensors]:
-        """Return (out_BGJTV of the linear branch, state of the mask).
-
-        where: (all tokens, those whose queries read a state, as pieces; their numbers, None for all). written: of the
-        latter.
-        """
-        pieces, far, query_L = where
-        position_N = pieces.position_N
-        if query_L is not None:
-            position_N = position_N[query_L]
-            signals = {name: t[:, query_L] for name, t in signals.items()}
-            tokens = replace(tokens, q_BTHK=tokens.q_BTHK[:, query_L])
-        shape, heads = self.linear_shape, self.shape.heads // self.linear_shape.groups
-        values = self.shape.value + self.config.normalise
-        dtype = accumulation_dtype(tokens.v_BTGV)
-        zeros = tokens.v_BTGV.new_zeros(1, shape.groups, heads, pieces.length, values, dtype=dtype)
-        if not far.length:
-            return zeros, state
-        unpadder = Unpadder.from_mask(None, 1, far.length, position_N.device)
-        position_BT, zero_B = position_N.unsqueeze(0), torch.zeros_like(position_N[:1])
-        tokens = replace(tokens, unpadder=unpadder)
-        positions = position_BT, position_BT - self.config.window
-        row = self._assemble_inputs(tokens, written, signals, zero_B, *positions)
-        matmul_row = to_matmul_dtype(row, tokens.v_BTGV)
-        out_BGJTV, after = self.mask("packed", matmul_row, far, state, self.config.chunk)
-        out_BGJTV = self.mask.sum_queries(out_BGJTV.to(row.v_BGTV.dtype))
-        if query_L is not None and far.length < pieces.length:
-            out_BGJTV = zeros.index_copy(3, query_L, out_BGJTV)
-        return out_BGJTV, after
 
     @torch.no_grad()
     def step_in_pool(self, inputs: MixerInputs, seen_B: Tensor, pool: Tensors, page_B: Tensor) -> Tensor:
@@ -466,19 +502,8 @@ class LinearMixer(Mixer):
         tokens, after = self._convolved_tokens(inputs, past)
         window, sinks, length = self.config.window, self.config.sinks, tokens.x_BTD.shape[1]
         rotation = self._rotation(inputs, tokens) if self.rope in TWO_FORMS else None
-        plan = FeaturePlan(
-            side="queries",
-            form="both" if self.rope == "both" else "given",
-            rotated=rotation is not None,
-            root=self.shape.scaling**0.5,
-            unit_norm=self.beta_proj is not None,
-            first=window + sinks,
-            last=length,
-            copies=1,
-            dtype=matmul_dtype(inputs.v_BGTV),
-        )
-        copies = self.linear_shape.groups // self.shape.groups
-        key_plan = replace(plan, side="keys", first=sinks, last=length - window, copies=copies)
+        plan = replace(self._feature_plan(inputs.v_BGTV, length), first=window + sinks)
+        key_plan = replace(plan, side="keys", first=sinks, last=length - window, copies=self.key_copies)
         position_BT = token_positions(tokens, past.seen_B)
         q_BHLF, q_BTHK = linear_features(tokens.q_BTHK, rotation, self.feature_map, position_BT, plan)
         k_BGLF, k_BTGK = linear_features(tokens.k_BTGK, rotation, self.feature_map, position_BT, key_plan)
@@ -512,14 +537,9 @@ class LinearMixer(Mixer):
         )
         return apply(replace(rows, max_seen=length - start))
 
-    def project_tokens(
-        self, inputs: MixerInputs, past: MixerState, pieces: PackedPieces | None = None
-    ) -> tuple[ProjectedTokens, Tensors]:
-        """Return (unpadded and convolved tokens with q and k of both branches, state of the convolution after them).
-
-        pieces: of several sequences, if the tokens are those of one row.
-        """
-        tokens, after = self._convolved_tokens(inputs, past, pieces)
+    def project_tokens(self, inputs: MixerInputs, past: MixerState) -> tuple[ProjectedTokens, Tensors]:
+        """Return (unpadded and convolved tokens with q and k of both branches, state of the convolution after them)."""
+        tokens, after = self._convolved_tokens(inputs, past)
         if self.rope not in TWO_FORMS:
             return tokens, after
         cos_BTR, sin_BTR = self._rotation(inputs, tokens)
@@ -533,9 +553,15 @@ class LinearMixer(Mixer):
     def _convolved_tokens(
         self, inputs: MixerInputs, past: MixerState, pieces: PackedPieces | None = None
     ) -> tuple[ProjectedTokens, Tensors]:
-        """Return (unpadded and convolved tokens with q and k as given, state of the convolution after them)."""
+        """Return (unpadded and convolved tokens with q and k as given, state of the convolution after them).
+
+        pieces: of several sequences, if the tokens are those of one row.
+        """
         x_BTD, heads = inputs.x_BTD, (inputs.q_BHTK, inputs.k_BGTK, inputs.v_BGTV)
-        unpadder = Unpadder.from_mask(inputs.valid_BT, x_BTD.shape[0], x_BTD.shape[1], x_BTD.device)
+        if pieces is None:
+            unpadder = Unpadder.from_mask(inputs.valid_BT, x_BTD.shape[0], x_BTD.shape[1], x_BTD.device)
+        else:
+            unpadder = pieces.unpadder
         q, k, v = (unpadder.unpad(t.transpose(1, 2), dim=1) for t in heads)
         x_BTD = unpadder.unpad(x_BTD, dim=1)
         if self.convolution is None:

@@ -143,6 +143,11 @@ class Batch:
         seen = [length - count for length, count in zip(self.lengths[self.decodes :], counts, strict=True)]
         return PackedPieces(counts, seen, self.rows_R.device)
 
+    @cached_property
+    def piece_rows_R(self) -> Tensor:
+        """The rows of the pieces, int64."""
+        return self.rows_R[self.decodes :].long()
+
     @classmethod
     def of(cls, decodes: int, starts: list[int], lengths: list[int], rows_R: Tensor) -> Batch:
         """Return the batch, with seen_R computed here and moved to the device of rows_R."""
@@ -188,10 +193,11 @@ def mix_batch(mixer: LinearMixer, layout: StateLayout, cache_SN: Tensor, batch: 
     out_BHV = mix_decodes(mixer, layout, cache_SN, batch, tokens.one_each(n)).squeeze(2) if n else None
     if out_BHV is not None and n == len(batch.lengths):
         return out_BHV
-    out_NHV = tokens.v_NGV.new_empty(len(tokens.x_ND), shape.heads, shape.value)
-    if out_BHV is not None:
-        out_NHV[:n] = out_BHV
     layout.check_length(max(batch.lengths))
+    if out_BHV is None:
+        return mix_pieces(mixer, layout, cache_SN, batch, tokens)
+    out_NHV = tokens.v_NGV.new_empty(len(tokens.x_ND), shape.heads, shape.value)
+    out_NHV[:n] = out_BHV
     first = batch.starts[n]
     out_NHV[first:] = mix_pieces(mixer, layout, cache_SN, batch, tokens.from_token(first))
     return out_NHV
@@ -201,17 +207,11 @@ def mix_pieces(mixer: LinearMixer, layout: StateLayout, cache_SN: Tensor, batch:
     """Return the outputs of the batch's pieces of prompts, (N, H, V), and write the states after them to the cache: one
     call of the mixer for all of them.
 
-    tokens: those of the pieces. Pieces of one length are rows of the call. Others lie one after another in its only row.
+    tokens: those of the pieces, which lie one after another in the only row of the call.
     """
-    pieces, n = batch.pieces, batch.decodes
-    rows_R, seen_R = batch.rows_R[n:].long(), batch.seen_R[n:].long()
-    before = layout.read(cache_SN[rows_R], pieces.seen, seen_R)
-    if len(set(pieces.counts)) == 1:
-        out_RHTV, after = mixer(tokens.as_rows(len(pieces.counts)), before)
-    else:
-        out_RHTV, after = mixer.mix_packed(tokens.as_rows(1), pieces, before)
-    cache_SN[rows_R] = layout.write(after)
-    return out_RHTV.transpose(1, 2).flatten(0, 1)
+    pool = layout.views(cache_SN)
+    out_BHTV = mixer.mix_packed_in_pool(tokens.as_rows(1), batch.pieces, pool, batch.piece_rows_R)
+    return out_BHTV.squeeze(0).transpose(0, 1)
 
 
 def has_kernel(*step: Any) -> bool:

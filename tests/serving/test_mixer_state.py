@@ -122,7 +122,7 @@ def test_a_restarted_request_does_not_read_its_old_row(served):
 def count_calls(mixer, monkeypatch) -> list[str]:
     """Return a list that gets an entry for each call of the mixer with pieces of prompts."""
     calls: list[str] = []
-    for name in ("mix", "mix_packed"):
+    for name in ("mix", "mix_packed_in_pool"):
         call = getattr(mixer, name)
         monkeypatch.setattr(mixer, name, lambda *args, call=call, name=name: (calls.append(name), call(*args))[1])
     return calls
@@ -144,7 +144,7 @@ def test_pieces_of_several_requests_share_a_call(served, monkeypatch):
         for number, i in enumerate(chosen):
             outs[i].append(out[starts[number] : starts[number + 1]])
             seen[i] += counts[i]
-    assert calls == ["mix_packed"] * 3
+    assert calls == ["mix_packed_in_pool"] * 3
     for got, wanted in zip(outs, whole):
         torch.testing.assert_close(torch.cat(got), wanted, rtol=0, atol=2e-4 * float(wanted.abs().max()))
 

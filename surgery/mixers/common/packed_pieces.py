@@ -3,6 +3,7 @@ cuts into pieces.
 
     pieces = PackedPieces(counts=(200, 1, 64), seen=(0, 63, 512), device)
     out_BHTV, after = mixer.mix_packed(inputs, pieces, state)         inputs: one row (B = 1) of 265 tokens; state: 3 rows
+    out_BHTV = mixer.mix_packed_in_pool(inputs, pieces, pool, page_R) the same with states in the pages of a server's cache
 
 The numbers of tokens are known on the host. Tables are computed there and sent to the device in one copy, so nothing
 waits for the device; the layers of a model share them.
@@ -15,7 +16,7 @@ R sequences, N tokens of all pieces, D pieces of a group, U slots of each, S slo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surgery.mixers.common.packed_documents import group_by_length
-from surgery.mixers.padding import zero_outside
+from surgery.mixers.padding import Unpadder, zero_outside
 
 if TYPE_CHECKING:
     from surgery.mixers.masks.base import MaskInputs
@@ -33,26 +34,43 @@ if TYPE_CHECKING:
 CPU_PADDING = 64  # pieces that share a group on a CPU have fewer padding tokens each
 
 
-class WindowPlan(NamedTuple):
-    """Where a window finds its tokens. "Stored" numbers count the R x S slots of all rings, oldest token first, and then
-    the N tokens.
+class Places(NamedTuple):
+    """Tokens of the pieces that are stored, and where: the token, its sequence and its slot there."""
 
-    query_XC: token of each query of a block, slot_N: its inverse, among the X C places. request_X, seen_X: the sequence of
-    a block, and its tokens before the block. recent_XY: stored numbers of the keys of a block. ring_RS: stored numbers of
-    the rings after the pieces. sink_RK: numbers of the sinks among R x sinks old ones, the N tokens, and a zero.
-    far_query_L, far_written_L: numbers of the tokens whose queries read a state (`PackedPieces.behind`), and stored numbers
-    of the tokens that are written just before.
+    token_W: Tensor
+    request_W: Tensor
+    slot_W: Tensor
+
+
+class WindowPlan(NamedTuple):
+    """Where a window finds its tokens and stores them. "Stored" numbers count the R x S slots of all rings and then the N
+    tokens; without a ring to read they are the tokens' own. A slot that holds no token yet has no number: its place is
+    taken by a token of the piece, which the softmax does not see.
+
+    uniform: whether the pieces have one length. A piece is then one block, else a block has at most that many queries of
+    one piece. reads_rings, reads_sinks: whether any stored number is one of a ring, or of an old sink. query_XC: token of
+    each query of a block, slot_N: its inverse, among the X C places. seen_X: tokens of the sequence before the block.
+    near_XY: stored numbers of the keys of a block. sink_XK: numbers of the sinks of its sequence, among R x sinks old ones
+    and the N tokens. to_rings, to_sinks: what is stored. far_query_L, far_written_L: numbers of the tokens whose queries
+    read a state (`PackedPieces.behind`), and stored numbers of the tokens that are written just before, which have the
+    positions far_position_L. far_slice: the far queries, if they lie side by side. near_far_M: near and far numbers.
     """
 
+    uniform: bool
+    reads_rings: bool
+    reads_sinks: bool
+    far_slice: slice | None
     query_XC: Tensor
     slot_N: Tensor
-    request_X: Tensor
     seen_X: Tensor
-    recent_XY: Tensor
-    ring_RS: Tensor
-    sink_RK: Tensor
+    near_XY: Tensor
+    sink_XK: Tensor
+    to_rings: Places
+    to_sinks: Places
     far_query_L: Tensor
     far_written_L: Tensor
+    far_position_L: Tensor
+    near_far_M: Tensor
 
 
 class ConvolutionPlan(NamedTuple):
@@ -118,6 +136,37 @@ class PackedPieces:
         self._windows: dict[tuple[int, ...], WindowPlan] = {}
         self._behind: dict[int, PackedPieces] = {}
         self._convolutions: dict[int, ConvolutionPlan] = {}
+        self._tables: dict[Hashable, list[Tensor]] = {}
+
+    def tables(self, key: Hashable, make: Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]]) -> list[Tensor]:
+        """Return tables of integers on the device that kernels compute once for a step.
+
+        make(first_R, seen_R, count_R): returns them on the host, from the first token of each piece, the tokens of its
+        sequence before it, and in it. key: what else they depend on.
+        """
+        if key not in self._tables:
+            self._tables[key] = send(make(self._first_R, self._seen_R, self._count_R), self.device)
+        return self._tables[key]
+
+    @property
+    def begins(self) -> bool:
+        """Whether no sequence has tokens before its piece."""
+        return not any(self.seen)
+
+    @cached_property
+    def unpadder(self) -> Unpadder:
+        """The unpadder of the row, which has no padding."""
+        return Unpadder.from_mask(None, 1, self.length, self.device)
+
+    @cached_property
+    def zero_1(self) -> Tensor:
+        """A zero, (1,)."""
+        return torch.zeros(1, dtype=torch.long, device=self.device)
+
+    @cached_property
+    def is_first_R(self) -> Tensor:
+        """Whether a sequence has no tokens before its piece."""
+        return self.seen_R == 0
 
     @cached_property
     def _device_tables(self) -> list[Tensor]:
@@ -153,9 +202,19 @@ class PackedPieces:
             offset_M = torch.arange(len(order)) - (self._first_R + places - past)[order]
             place_N = torch.arange(self.length) + places[self._request_N]
             last_RP = self._count_R.unsqueeze(1) + torch.arange(past)
-            tables = self._stored(order, offset_M, past), place_N, self._stored(_column(count), last_RP, past)
+            tables = (
+                self._behind_inputs(order, offset_M, past),
+                place_N,
+                self._behind_inputs(_column(count), last_RP, past),
+            )
             self._convolutions[past] = ConvolutionPlan(*send(tables, self.device))
         return self._convolutions[past]
+
+    def _behind_inputs(self, request: Tensor, offset: Tensor, past: int) -> Tensor:
+        """Return numbers among R x past inputs of earlier pieces and then the N tokens. offset: from the sequence's oldest
+        input on."""
+        tokens = len(self.counts) * past
+        return torch.where(offset < past, request * past + offset, tokens + self._first_R[request] + offset - past)
 
     def window_plan(self, window: int, sinks: int, slots: int, block: int) -> WindowPlan:
         """Return the tables of a window with rings of that many slots. block: queries per block."""
@@ -165,8 +224,9 @@ class PackedPieces:
         return self._windows[key]
 
     def _make_window_plan(self, window: int, sinks: int, slots: int, block: int) -> WindowPlan:
-        count, R1 = len(self.counts), _column(len(self.counts))
-        block = max(1, min(block, max(self.counts, default=1)))
+        count, uniform = len(self.counts), len(set(self.counts)) == 1
+        most = max(self.counts, default=1)
+        block = max(1, most if uniform else min(block, most))
         blocks_R = (self._count_R + block - 1) // block
         request_X = torch.repeat_interleave(torch.arange(count), blocks_R)
         first_R = blocks_R.cumsum(0) - blocks_R
@@ -174,40 +234,54 @@ class PackedPieces:
         last_X1 = (self._count_R[request_X] - 1).unsqueeze(1)
         query_XC = (start_X1 + torch.arange(block)).minimum(last_X1) + self._first_R[request_X].unsqueeze(1)
         slot_N = block * (first_R[self._request_N] + self._offset_N // block) + self._offset_N % block
-        recent_XY = slots - window + start_X1 + torch.arange(window + block)
-        recent_XY = self._stored(request_X.unsqueeze(1), recent_XY.minimum(last_X1 + slots), slots)
-        seen_X = self._seen_R[request_X] + start_X1.squeeze(1)
-        count_R1, seen_R1 = self._count_R.unsqueeze(1), self._seen_R.unsqueeze(1)
-        ring_RS = torch.arange(slots)
-        if slots:
-            ring_RS = count_R1 + slots - 1 - (seen_R1 + count_R1 - 1 - ring_RS) % slots
-        sink_K = torch.arange(sinks)
-        new_RK = count * sinks + self._first_R.unsqueeze(1) + sink_K - seen_R1
-        new_RK = torch.where(sink_K < seen_R1 + count_R1, new_RK, count * sinks + self.length)
-        sink_RK = torch.where(sink_K < seen_R1, R1 * sinks + sink_K, new_RK)
-        skipped_R = (window + sinks - self._seen_R).clamp_min(0).minimum(self._count_R)
+        seen_X1 = self._seen_R[request_X].unsqueeze(1)
+        rings = slots > 0 and any(self.seen)
+        position_XY = seen_X1 + (start_X1 - window + torch.arange(window + block)).minimum(last_X1)
+        near_XY = self._stored(request_X.unsqueeze(1), position_XY, slots, rings)
+        sink_K, old = torch.arange(sinks), sinks > 0 and any(self.seen)
+        sink_XK = self._stored(request_X.unsqueeze(1), sink_K.expand(len(request_X), -1), sinks, old)
+        skipped_R = self._skipped(window + sinks)
         far_query_L = (self._offset_N >= skipped_R[self._request_N]).nonzero().squeeze(1)
-        behind_L = self._offset_N[far_query_L] + slots - window
-        far_written_L = self._stored(self._request_N[far_query_L], behind_L, slots)
-        ring_RS = self._stored(R1, ring_RS.expand(count, -1), slots)
-        tables = query_XC, slot_N, request_X, seen_X, recent_XY, ring_RS, sink_RK, far_query_L, far_written_L
-        return WindowPlan(*send(tables, self.device))
+        position_N = self._seen_R[self._request_N] + self._offset_N
+        far_position_L = position_N[far_query_L] - window
+        far_written_L = self._stored(self._request_N[far_query_L], far_position_L, slots, rings)
+        kept_N = self._offset_N >= (self._count_R - slots)[self._request_N]
+        places = [*self._places(kept_N, position_N % max(slots, 1)), *self._places(position_N < sinks, position_N)]
+        near_far_M = torch.cat([near_XY.flatten(), far_written_L])
+        tables = query_XC, slot_N, seen_X1.squeeze(1) + start_X1.squeeze(1), near_XY, sink_XK, *places
+        sent = send([*tables, far_query_L, far_written_L, far_position_L, near_far_M], self.device)
+        rest = sent[5:]
+        side_by_side = slice(self.length - len(far_query_L), self.length) if count == 1 else None
+        flags = uniform, rings, old, side_by_side
+        return WindowPlan(*flags, *sent[:5], Places(*rest[:3]), Places(*rest[3:6]), *rest[6:])
+
+    def _skipped(self, delay: int) -> Tensor:
+        """Return the first tokens of each piece whose queries read no state that tokens enter `delay` tokens late."""
+        return (delay - self._seen_R).clamp_min(0).minimum(self._count_R)
+
+    def _places(self, kept_N: Tensor, slot_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (token, sequence, slot) of the tokens that are kept."""
+        token_W = kept_N.nonzero().squeeze(1)
+        return token_W, self._request_N[token_W], slot_N[token_W]
+
+    def _stored(self, request: Tensor, position: Tensor, slots: int, old: bool) -> Tensor:
+        """Return numbers of the tokens at these positions of their sequences, among R x slots old slots, if there are any,
+        and then the N tokens. Positions outside of the sequence: its first token of the piece."""
+        offset = position - self._seen_R[request]
+        there = (position >= 0) & (offset < self._count_R[request])
+        new = self._first_R[request] + torch.where(there, offset.clamp_min(0), 0)
+        if not old:
+            return new
+        in_slots = request * slots + position % slots
+        return torch.where(there & (offset < 0), in_slots, len(self.counts) * slots + new)
 
     def behind(self, delay: int) -> PackedPieces:
         """Return the tokens whose queries read a state that tokens enter `delay` tokens late, as pieces."""
         if delay not in self._behind:
-            skipped_R = (delay - self._seen_R).clamp_min(0).minimum(self._count_R)
+            skipped_R = self._skipped(delay)
             seen_R = (self._seen_R - delay).clamp_min(0)
             self._behind[delay] = PackedPieces((self._count_R - skipped_R).tolist(), seen_R.tolist(), self.device)
         return self._behind[delay]
-
-    def _stored(self, request: Tensor, offset: Tensor, slots: int) -> Tensor:
-        """Return numbers among R x slots entries of earlier pieces and then the N tokens. offset: from the oldest entry of
-        the sequence on."""
-        tokens = len(self.counts) * slots
-        return torch.where(
-            offset < slots, request * slots + offset, tokens + self._first_R[request] + offset - slots
-        )  # fmt: skip
 
     @cached_property
     def _groups(self) -> tuple[tuple[PieceGroup, ...], Tensor]:

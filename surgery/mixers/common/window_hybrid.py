@@ -21,6 +21,7 @@ window is still read: they have different slots, so a kernel needs no order betw
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from surgery.core.dispatch import dispatched
 from surgery.mixers.base import AttentionShape
+from surgery.mixers.common.packed_pieces import WindowPlan
 from surgery.mixers.masks.base import MaskInputs
 from surgery.mixers.padding import Unpadder, gather_rowwise, shift_rows, zero_outside
 
@@ -155,6 +157,56 @@ class RecentAndSinks(NamedTuple):
 
     recent: Tensor
     sinks: Tensor
+
+
+class WindowTokens(NamedTuple):
+    """What a window reads of stored tokens and those of a call. recent: keys and values of the X blocks of queries, (X,
+    Y, G, .); sinks: theirs, (X, sinks, G, .); far: what is written to the states, (1, L, ..)."""
+
+    recent: Tensors
+    sinks: Tensors
+    far: Tensors
+
+
+@dispatched
+def gather_window(
+    k_NGK: Tensor, new: Tensors, pool: Tensors, page_R: Tensor, plan: WindowPlan, far: Sequence[str]
+) -> WindowTokens:
+    """Return what pieces of several sequences read of their windows. k_NGK: the keys of `new`, the tokens (N, ..) of the
+    pieces by name; pool: rings and sinks (pages, slots, ..), of which sequence r has those at page_R[r]. far: names of
+    what is written to the states. A kernel may replace this function.
+    """
+    recent, written, numbers = {}, {}, plan.near_XY.numel()
+    for name, t in new.items():
+        stored = t
+        if plan.reads_rings:
+            stored = torch.cat([pool[f"ring.{name}"][page_R].flatten(0, 1).to(t.dtype), t])
+        if name in ("k", "v"):
+            taken = stored[plan.near_far_M if name in far else plan.near_XY.flatten()]
+            recent[name] = taken[:numbers].unflatten(0, plan.near_XY.shape)
+            if name in far:
+                written[name] = taken[numbers:].unsqueeze(0)
+        elif name in far:
+            written[name] = stored[plan.far_written_L].unsqueeze(0)
+    sinks = {}
+    for name in ("k", "v"):
+        t = new[name]
+        if plan.reads_sinks:
+            t = torch.cat([pool[f"sink.{name}"][page_R].flatten(0, 1).to(t.dtype), t])
+        sinks[name] = t[plan.sink_XK]
+    return WindowTokens(recent, sinks, written)
+
+
+@dispatched
+def store_window(k_NGK: Tensor, new: Tensors, pool: Tensors, page_R: Tensor, plan: WindowPlan) -> None:
+    """Store the tokens of pieces in their rings and sinks, in place. Arguments as in `gather_window`."""
+    for part, places, names in (("ring", plan.to_rings, tuple(new)), ("sink", plan.to_sinks, ("k", "v"))):
+        if not len(places.token_W):
+            continue
+        page_W = page_R[places.request_W]
+        for name in names:
+            slots = pool[f"{part}.{name}"]
+            slots[page_W, places.slot_W] = new[name][places.token_W].to(slots.dtype)
 
 
 class LocalOutput(NamedTuple):

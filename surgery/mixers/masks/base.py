@@ -135,6 +135,29 @@ class Mask(MethodModule):
             states.append(after or {})
         return pieces.join_tokens(outs, 3), {n: pieces.join_states([s[n] for s in states], t) for n, t in state.items()}
 
+    def packed_in_pool(
+        self, row: MaskInputs, pieces: PackedPieces, pool: MaskState, page_R: Tensor, chunk: int
+    ) -> Tensor:
+        """Return out_BGJTV of `packed`, and update the state of each sequence in place.
+
+        pool: as in `step_in_pool`; sequence r has page_R[r], which holds anything before its first token.
+        """
+        out_BGJTV, after = self.packed(row, pieces, self.read_pages(pieces, pool, page_R), chunk)
+        for name, t in after.items():
+            pool[name][page_R] = t.to(pool[name].dtype)
+        return out_BGJTV
+
+    def read_pages(self, pieces: PackedPieces, pool: MaskState, page_R: Tensor) -> MaskState:
+        """Return the states before the pieces, zeros before the first token of a sequence."""
+        if pieces.begins:
+            return {name: t.new_zeros(len(page_R), *t.shape[1:]) for name, t in pool.items()}
+        first_R = pieces.is_first_R
+        return {n: t[page_R].masked_fill(first_R.view(-1, *[1] * (t.dim() - 1)), 0) for n, t in pool.items()}
+
+    def allocate(self, state: MaskState, seen: int) -> MaskState:
+        """Return the state with room for what it holds after so many tokens."""
+        return state
+
     def step(self, rows: MaskInputs, state: MaskState) -> tuple[Tensor, MaskState]:
         """Return (out_BGJTV, state after the token) for one token per row (T = 1)."""
         raise NotImplementedError

@@ -309,6 +309,27 @@ class HierarchicalMask(Mask):
         out, after = log_linear_packed(*operands, buckets_SLGFV=before, pieces=pieces, chunk=chunk, levels=levels)
         return out, {"buckets": merge_low_buckets(after, bits)}
 
+    def packed_in_pool(
+        self, row: MaskInputs, pieces: PackedPieces, pool: MaskState, page_R: Tensor, chunk: int
+    ) -> Tensor:
+        """Return out_BGJTV of `packed`, and update the alive buckets of each sequence in place."""
+        if self.config.strong:  # its buckets are those of other positions
+            in_use = count_sums(max(pieces.seen), self.config.block_bits)
+            before = self.read_pages(pieces, {"buckets": pool["buckets"][:, :in_use]}, page_R)
+            out_BGJTV, state = self.packed(row, pieces, before, chunk)
+            grown = self.allocate(state, 2 ** pool["buckets"].shape[1] - 1)
+            pool["buckets"][page_R] = grown["buckets"].to(pool["buckets"].dtype)
+            return out_BGJTV
+        gates_BRGT = self.gates("log_gates", row.start_B, row.count_B, row.v_BGTV.shape[2], row.signals)
+        operands = row.q_BGJTF, row.k_BGTF, row.v_BGTV, row.beta_BGT, gates_BRGT.squeeze(1), self._all_levels(row)
+        place = {"pool_PNGFV": pool["buckets"], "page_R": page_R, "pieces": pieces}
+        return log_linear_in_pool(*operands, **place, chunk=chunk, block_bits=self.config.block_bits)
+
+    def allocate(self, state: MaskState, seen: int) -> MaskState:
+        """Return the state with room for what it holds after so many tokens."""
+        more = max(0, count_sums(seen, self.config.block_bits) - state["buckets"].shape[1])
+        return {"buckets": F.pad(state["buckets"], (0, 0, 0, 0, 0, 0, 0, more))}
+
     def _chunked_strong(self, rows: MaskInputs, state: MaskState | None, chunk: int) -> tuple[Tensor, MaskState | None]:
         rows = upcast_inputs(rows)
         gates_BRGT = self.gates("log_gates", rows.start_B, rows.count_B, rows.v_BGTV.shape[2], rows.signals)
@@ -414,6 +435,21 @@ class HierarchicalMask(Mask):
         if not bits:
             return level_BTGJL
         return torch.cat([level_BTGJL[..., :1].expand(*level_BTGJL.shape[:-1], bits), level_BTGJL], dim=-1)
+
+
+def count_sums(seen: int, bits: int) -> int:
+    """Return how many sums the state has after so many tokens, in blocks of 2^bits tokens."""
+    return max(0, seen.bit_length() - bits) + (bits > 0)
+
+
+def bucket_sources(seen_R: Tensor, bits: int, buckets: int) -> Tensor:
+    """Return the sum of the state, (buckets, R), that is each bucket of `expand_buckets` after seen_R tokens; -1 for an
+    empty one."""
+    bit_L1 = torch.arange(buckets, device=seen_R.device).unsqueeze(1)
+    set_LR = (seen_R >> bit_L1) & 1 == 1
+    is_lowest_LR = seen_R & ((1 << bit_L1) - 1) == 0
+    source_LR = torch.where(bit_L1 < bits, 0, bit_L1 - bits + (bits > 0))
+    return torch.where(set_LR & ((bit_L1 >= bits) | is_lowest_LR), source_LR, -1)
 
 
 def expand_buckets(sums_BNGFV: Tensor, seen_B: Tensor, bits: int) -> Tensor:
@@ -607,6 +643,45 @@ def log_linear_packed(
         outs.append(out)
         lasts.append(after)
     return pieces.join_tokens(outs, 3), pieces.join_states(lasts, buckets_SLGFV)
+
+
+@dispatched
+def log_linear_in_pool(
+    q_BGJTF: Tensor,
+    k_BGTF: Tensor,
+    v_BGTV: Tensor,
+    beta_BGT: Tensor | None,
+    gates_BGT: Tensor,
+    level_BTGJL: Tensor,
+    *,
+    pool_PNGFV: Tensor,
+    page_R: Tensor,
+    pieces: PackedPieces,
+    chunk: int,
+    block_bits: int,
+) -> Tensor:
+    """Return out_BGJTV of pieces of R sequences in one row (B = 1), and update their sums in place.
+
+    Arguments as in `log_linear_packed`. pool_PNGFV: sums of a state with blocks of 2^block_bits tokens (`bucket_plan`),
+    in pages, of which sequence r has page_R[r]; sums of empty buckets may hold anything.
+    """
+    levels = pieces.max_seen.bit_length()
+    sums = min(count_sums(pieces.max_seen, block_bits), pool_PNGFV.shape[1])
+
+    def sources(_first_R: Tensor, seen_R: Tensor, _count_R: Tensor) -> list[Tensor]:
+        source_RL = bucket_sources(seen_R, block_bits, levels).T
+        return [source_RL.clamp_min(0), source_RL < 0]
+
+    if pieces.begins:
+        before = pool_PNGFV.new_zeros(len(page_R), 0, *pool_PNGFV.shape[2:])
+    else:
+        source_RL, empty_RL = pieces.tables(("buckets", block_bits), sources)
+        before = pool_PNGFV[page_R.unsqueeze(1), source_RL].masked_fill(empty_RL.bool()[..., None, None, None], 0)
+    state = {"buckets_SLGFV": before, "pieces": pieces, "chunk": chunk, "levels": levels}
+    out, after = log_linear_packed(q_BGJTF, k_BGTF, v_BGTV, beta_BGT, gates_BGT, level_BTGJL, **state)
+    after = merge_low_buckets(F.pad(after, (0, 0, 0, 0, 0, 0, 0, max(0, block_bits - after.shape[1]))), block_bits)
+    pool_PNGFV[page_R, :sums] = after[:, :sums].to(pool_PNGFV.dtype)
+    return out
 
 
 @dispatched
