@@ -27,6 +27,7 @@ from torch import Tensor
 
 from surgery.core.import_hooks import run_after_import
 from surgery.kernels.kernel_tensors import HAS_TUPLE_ARGUMENTS, GroupTensor, HeadTensor
+from surgery.mixers.common.packed_pieces import PackedPieces
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_FEATURES, DEFAULT_CHUNK = 1024, 64
@@ -340,12 +341,38 @@ def make_sizes(
         batch_R = torch.zeros_like(bos_R)
     start_R = torch.zeros_like(bos_R) if start_B is None else start_B.to(device, torch.int64)
     C, N = limit_chunk(v_BGTV, chunk), max_chunks(v_BGTV, chunk, start_B)
-    chunks_R = (start_R % C + count_R + C - 1) // C
-    level_L = torch.arange(MAX_LEVELS, device=device)
-    every_RL = (chunks_R.unsqueeze(1) >> level_L) + 2 * (level_L > 0)
     bound = R * N if cu_seqlens is None else -(-T // C) + 2 * R
-    most = [bound, *((bound >> level) + 2 * R for level in range(1, MAX_LEVELS))]
-    table = torch.cat([torch.stack([batch_R, bos_R, count_R, start_R], 1), every_RL.cumsum(0) - every_RL], 1)
+    table = row_table(batch_R, bos_R, count_R, start_R, C)
+    return DeltaSizes(table, R, N, C, level_bounds(bound, R), G, J, K, v_BGTV.shape[-1], v_BGTV.dtype)
+
+
+def row_table(batch_R: Tensor, bos_R: Tensor, count_R: Tensor, start_R: Tensor, C: int) -> Tensor:
+    """Return the table of rows."""
+    chunks_R = (start_R % C + count_R + C - 1) // C
+    level_L = torch.arange(MAX_LEVELS, device=batch_R.device)
+    every_RL = (chunks_R.unsqueeze(1) >> level_L) + 2 * (level_L > 0)
+    return torch.cat([torch.stack([batch_R, bos_R, count_R, start_R], 1), every_RL.cumsum(0) - every_RL], 1)
+
+
+def level_bounds(chunks: int, rows: int) -> list[int]:
+    """Return `DeltaSizes.most` of so many chunks at most."""
+    return [chunks, *((chunks >> level) + 2 * rows for level in range(1, MAX_LEVELS))]
+
+
+def packed_sizes(q_BGJTF: Tensor, v_BGTV: Tensor, chunk: int, pieces: PackedPieces, *, resumes: bool) -> DeltaSizes:
+    """Return `make_sizes` of pieces in one row, whose table the layers of a step share. resumes: whether chunks lie on the
+    grid of positions in the sequences, or of tokens of the pieces."""
+    _, G, J, T, K = q_BGJTF.shape
+    C, R = limit_chunk(v_BGTV, chunk), len(pieces.counts)
+
+    def tables(first_R: Tensor, seen_R: Tensor, count_R: Tensor) -> list[Tensor]:
+        zero_R = torch.zeros_like(first_R)
+        return [row_table(zero_R, first_R, count_R, seen_R if resumes else zero_R, C)]
+
+    (table,) = pieces.tables(("delta", C, resumes), tables)
+    starts = pieces.seen if resumes else [0] * R
+    N = max(1, *(-(-(start % C + count) // C) for start, count in zip(starts, pieces.counts, strict=True)))
+    most = level_bounds(-(-T // C) + 2 * R, R)
     return DeltaSizes(table, R, N, C, most, G, J, K, v_BGTV.shape[-1], v_BGTV.dtype)
 
 

@@ -42,6 +42,7 @@ from surgery.kernels.gated_delta.layout import (
     DEFAULT_CHUNK,
     MAX_FEATURES,
     MAX_LEVELS,
+    SMALL_FEATURES,
     DeltaSizes,
     fits_kernels,
     limit_chunk,
@@ -50,10 +51,11 @@ from surgery.kernels.gated_delta.layout import (
 )
 from surgery.kernels.kernel_tensors import unit_last_stride
 from surgery.kernels.log_linear_delta.boundary import BoundaryChunk, RowTokens, final_buckets
+from surgery.kernels.log_linear_delta.pages import run_in_pages
 from surgery.kernels.log_linear_delta.plan import LogLinearDeltaPlan
 from surgery.kernels.tuning import TOKENS_READER, is_fastest
 from surgery.mixers.common.packed_pieces import PackedPieces
-from surgery.mixers.masks.log_linear import levels_after, log_linear, log_linear_packed
+from surgery.mixers.masks.log_linear import levels_after, log_linear, log_linear_in_pool, log_linear_packed
 
 ALL_LEVELS = MAX_LEVELS  # `top` of calls in which no bit of a chunk's number may be dropped
 
@@ -215,3 +217,33 @@ def log_linear_packed_delta(
     q, k = q.expand(-1, groups, -1, -1, -1), k.expand(-1, groups, -1, -1)
     rows = RowTokens(q, k, v, beta, gates, level, pieces.seen_R, pieces.count_R, pieces.cu_seqlens)
     return run_with_buckets(rows, buckets_SLGFV, min(chunk, DEFAULT_CHUNK), levels)
+
+
+def _accepts_pages(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *_: Any, pool_PNGFV: Tensor, **__: Any
+) -> bool:
+    is_page = pool_PNGFV.dtype == torch.float32 and pool_PNGFV[0].is_contiguous()
+    return is_page and q.shape[-1] <= SMALL_FEATURES and fits_kernels(q, k, v, beta)
+
+
+@register_kernel(log_linear_in_pool, accepts=_accepts_pages, is_faster=is_fastest("hierarchical delta", TOKENS_READER))
+@torch.no_grad()
+def log_linear_in_pool_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    gates: Tensor,
+    level: Tensor,
+    *,
+    pool_PNGFV: Tensor,
+    page_R: Tensor,
+    pieces: PackedPieces,
+    chunk: int,
+    block_bits: int,
+) -> Tensor:
+    """`log_linear_in_pool` with beta."""
+    gates, groups = gates.expand(v.shape[:3]), v.shape[1]
+    q, k = q.expand(-1, groups, -1, -1, -1), k.expand(-1, groups, -1, -1)
+    tokens = unit_last_stride(q), unit_last_stride(k), unit_last_stride(v), beta, gates, level
+    return run_in_pages(tokens, pool_PNGFV, page_R, pieces, min(chunk, DEFAULT_CHUNK), block_bits)

@@ -209,6 +209,8 @@ def mix_pieces(mixer: LinearMixer, layout: StateLayout, cache_SN: Tensor, batch:
 
     tokens: those of the pieces, which lie one after another in the only row of the call.
     """
+    if not cache_SN.is_cuda and 0 in batch.pieces.seen:  # steps on a CPU need pages of zeros before the first token
+        cache_SN[batch.piece_rows_R[batch.pieces.is_first_R], : layout.size] = 0
     pool = layout.views(cache_SN)
     out_BHTV = mixer.mix_packed_in_pool(tokens.as_rows(1), batch.pieces, pool, batch.piece_rows_R)
     return out_BHTV.squeeze(0).transpose(0, 1)

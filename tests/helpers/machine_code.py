@@ -2,7 +2,7 @@
 registers.
 
     python tests/helpers/machine_code.py two                  the least kernel that ptxas 12.8 compiles wrongly, by that ptxas
-    python tests/helpers/machine_code.py mixing mlr local window features quantized delta    surgery's kernels, forward and backward, by the ptxas that surgery takes
+    python tests/helpers/machine_code.py mixing mlr local window features quantized delta levels pages    surgery's kernels, forward and backward, by the ptxas that surgery takes
 
 prints a line for each kernel that reads a uniform register, which may hold an operand's address, before it is written.
 Run it as a process of its own, because Triton's interpreter must be off.
@@ -274,6 +274,26 @@ def compile_levels() -> None:
     out.sum().backward()
 
 
+def compile_pages() -> None:
+    """Compile pieces of prompts in the pages of a server's cache: log-linear states with and without blocks, the window."""
+    from surgery.mixers.common.packed_pieces import PackedPieces
+    from surgery.mixers.common.window_hybrid import gather_window, store_window
+    from surgery.mixers.masks.log_linear import log_linear_in_pool
+
+    pieces, wide, page_R = PackedPieces((70, 200), (3, 65), "cpu"), torch.bfloat16, torch.arange(2)
+    q, k, v = (torch.randn(1, 2, *one, 270, size, dtype=wide) for one, size in (((4,), 256), ((), 256), ((), 64)))
+    tokens = q, k, v, torch.rand(1, 2, 270), torch.zeros(1, 2, 270), torch.rand(1, 270, 2, 4, 29)
+    for bits in (0, 9):
+        given = {"page_R": page_R, "pieces": pieces, "chunk": 64, "block_bits": bits}
+        log_linear_in_pool(*tokens, pool_PNGFV=torch.zeros(2, 12, 2, 256, 64), **given)
+    new = {"k": k[0].transpose(0, 1), "v": v[0].transpose(0, 1), "gate": torch.zeros(270, 2)}
+    pool = {f"ring.{name}": torch.zeros(2, 65, *t.shape[1:]) for name, t in new.items()}
+    pool |= {f"sink.{name}": torch.zeros(2, 4, *new[name].shape[1:]) for name in "kv"}
+    plan = pieces.window_plan(64, 4, 65, 64)
+    gather_window(new["k"], new, pool, page_R, plan, list(new))
+    store_window(new["k"], new, pool, page_R, plan)
+
+
 def main(names: list[str]) -> None:
     """Compile the named kernels and print a line for each with unwritten reads."""
     from surgery.core import dispatch
@@ -305,6 +325,7 @@ COMPILED = {
     "quantized": compile_quantized,
     "delta": compile_delta,
     "levels": compile_levels,
+    "pages": compile_pages,
 }
 
 if __name__ == "__main__":

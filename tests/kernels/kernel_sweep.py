@@ -443,10 +443,10 @@ def packed_cases(grid: str, kind: str) -> Iterator[Case]:
 def piece_cases(grid: str, kind: str) -> Iterator[Case]:
     """Yield cases of pieces of sequences in one row, which go on from states."""
     from surgery.mixers.common.packed_pieces import PackedPieces
-    from surgery.mixers.masks.log_linear import log_linear, log_linear_packed
+    from surgery.mixers.masks.log_linear import log_linear, log_linear_in_pool, log_linear_packed
     from surgery.mixers.masks.semiseparable import semiseparable, semiseparable_packed
 
-    delta, leveled = "delta" in kind, "log_linear" in kind
+    delta, leveled, paged = "delta" in kind, "log_linear" in kind, "pages" in kind
     for S, T, G, F, V, dtype in sizes_of(PACKED, grid):
         levels = (1500 + T).bit_length()
         rows = tokens(S, G, 1, T, F, V, dtype, delta, levels + 1 if leveled else 0)
@@ -461,7 +461,12 @@ def piece_cases(grid: str, kind: str) -> Iterator[Case]:
             pieces = PackedPieces(x["length"].tolist(), x["start"].tolist(), DEVICE)
             apart = ("length", "start", "state")
             q, k, v, beta, gates = laid_out(row := {n: t[here].unsqueeze(0) for n, t in x.items() if n not in apart})
-            if leveled:
+            if paged:
+                page_R = torch.randperm(len(here), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+                pool = torch.empty_like(x["state"]).index_copy_(0, page_R, x["state"])
+                state = {"pool_PNGFV": pool, "page_R": page_R, "pieces": pieces, "chunk": 64, "block_bits": 0}
+                out, after = log_linear_in_pool(q, k, v, beta, gates, row["level"], **state), pool[page_R]
+            elif leveled:
                 state = {"buckets_SLGFV": x["state"], "pieces": pieces, "chunk": 64, "levels": levels}
                 out, after = log_linear_packed(q, k, v, beta, gates, row["level"], **state)
             else:
@@ -483,11 +488,48 @@ def piece_cases(grid: str, kind: str) -> Iterator[Case]:
             return [out.permute(0, 3, 1, 2, 4) * here[..., None, None, None], after]
 
         name = f"pieces of {S} sequences of up to {T} tokens in one row, {G} groups of {F} x {V}"
-        op = "log_linear_packed" if leveled else "semiseparable_packed"
+        op = "log_linear_in_pool" if paged else "log_linear_packed" if leveled else "semiseparable_packed"
         yield Case(name, dtype, S * G * -(-T // 64), rows, call, kernel=kernel, names=(op,), gradients=False)
 
 
-for _kind in ("ssd", "gated_delta", "log_linear_delta"):
+@cases("window_pieces")
+def window_pieces(grid: str) -> Iterator[Case]:
+    """Yield windows of pieces of sequences in one row: what is written to the states, rings and sinks behind the pieces."""
+    from surgery.mixers.common.packed_pieces import PackedPieces
+    from surgery.mixers.common.window_hybrid import gather_window, store_window
+
+    window, sinks = 7, 2
+    for S, T, G, F, V, dtype in sizes_of(PACKED, grid):
+        torch.manual_seed(S + T)
+        sizes = {"k": (G, F), "v": (G, V), "gate": (G,)}
+        rows = {name: normal(S, T, *size, dtype=dtype) for name, size in sizes.items()}
+        rows |= {f"ring.{name}": normal(S, window + 1, *size) for name, size in sizes.items()}
+        rows |= {f"sink.{name}": normal(S, sinks, *sizes[name]) for name in "kv"}
+        rows["length"], rows["start"] = (torch.arange(S, device=DEVICE) * 97 + T) % T + 1, positions(S, True) % 20
+
+        def run(x: Leaves, gather: Any, store: Any, sizes: Any = sizes) -> list[Any]:
+            here = torch.arange(x["k"].shape[1], device=DEVICE) < x["length"].unsqueeze(1)
+            pieces = PackedPieces(x["length"].tolist(), x["start"].tolist(), DEVICE)
+            plan, page_R = pieces.window_plan(window, sinks, window + 1, 64), torch.arange(len(here), device=DEVICE)
+            new, pool = {n: x[n][here] for n in sizes}, {n: t.clone() for n, t in x.items() if "." in n}
+            found = gather(new["k"], new, pool, page_R, plan, list(sizes))
+            store(new["k"], new, pool, page_R, plan)
+            written = {n: torch.zeros_like(new[n]).index_copy(0, plan.far_query_L, t[0]) for n, t in found.far.items()}
+            return [*(torch.zeros_like(x[n]).masked_scatter(here.view(*here.shape, *[1] * (x[n].dim() - 2)), t)
+                      for n, t in written.items()), *pool.values()]  # fmt: skip
+
+        def call(x: Leaves, run: Any = run) -> list[Any]:
+            return run(x, gather_window.reference, store_window.reference)
+
+        def kernel(x: Leaves, run: Any = run) -> list[Any]:
+            return run(x, gather_window, store_window)
+
+        name = f"window of pieces of {S} sequences of up to {T} tokens, {G} groups of {F} x {V}"
+        ops = ("gather_window", "store_window")
+        yield Case(name, dtype, S, rows, call, kernel=kernel, names=ops, gradients=False)
+
+
+for _kind in ("ssd", "gated_delta", "log_linear_delta", "log_linear_delta_pages"):
     CASES[f"{_kind}_pieces"] = lambda grid, kind=_kind: piece_cases(grid, kind)
 
 for _kind in ("ssd", "gated_delta", "log_linear", "log_linear_delta"):

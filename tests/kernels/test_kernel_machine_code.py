@@ -41,6 +41,7 @@ def compile_kernels(folder, *names):
     [
         pytest.param(("mixing", "local", "levels"), 10, marks=pytest.mark.slow),
         pytest.param(("mlr", "window", "features", "quantized", "delta"), 20, marks=pytest.mark.slow),
+        pytest.param(("pages",), 12, marks=pytest.mark.slow),
     ],
 )
 def test_kernels_read_what_was_written(names, number, tmp_path):

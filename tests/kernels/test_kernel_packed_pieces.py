@@ -14,7 +14,8 @@ from helpers.kernel_rows import DEVICE, gpu
 from surgery.core.dispatch import record_dispatch, use_kernels
 from surgery.mixers import MIXERS, AttentionShape, MixerInputs, mixer_config
 from surgery.mixers.common.packed_pieces import PackedPieces
-from surgery.mixers.masks.log_linear import log_linear_packed
+from surgery.mixers.common.window_hybrid import gather_window, store_window
+from surgery.mixers.masks.log_linear import bucket_plan, count_sums, log_linear_in_pool, log_linear_packed
 from surgery.mixers.masks.semiseparable import semiseparable_packed
 
 pytestmark = pytest.mark.usefixtures("loops_of_tensors")
@@ -79,6 +80,71 @@ def test_log_linear_masks_of_the_delta_rule(counts, seen, chunk):
     check(log_linear_packed, (*tokens, level), "log_linear_packed", **state)
 
 
+@pytest.mark.parametrize("block_bits", [0, 2, 5, 7])
+@pytest.mark.parametrize(("counts", "seen"), [*SMALL, *(pytest.param(*case, marks=gpu) for case in LARGE)])
+def test_log_linear_masks_in_pages(counts, seen, block_bits):
+    """Pages in any order, NaN where a sequence has nothing; a sum for each bit from block_bits on and one for the others."""
+    pieces = PackedPieces(counts, seen, DEVICE)
+    tokens = draw(pieces, True)
+    level = torch.rand(1, pieces.length, 2, 2, block_bits + 8, dtype=torch.float64, device=DEVICE)
+    level[..., :block_bits] = level[..., block_bits : block_bits + 1]
+    tokens, sums = (*tokens, level), count_sums(pieces.max_seen, block_bits) + 1
+    alive_RN, _ = bucket_plan(pieces.seen_R, pieces.count_R, block_bits, sums)
+    page_R = torch.randperm(len(counts) + 1, device=DEVICE)[:-1]
+    pool = torch.full((len(counts) + 1, sums, 2, 16, 17), torch.nan, dtype=torch.float64, device=DEVICE)
+    pool[page_R] = torch.randn_like(pool[1:]).masked_fill(~alive_RN[..., None, None, None], torch.nan)
+    given = {"page_R": page_R, "pieces": pieces, "chunk": 64, "block_bits": block_bits}
+    pools = pool.clone(), pool.float()
+    wanted = log_linear_in_pool.reference(*tokens, pool_PNGFV=pools[0], **given)
+    with use_kernels("kernel"), record_dispatch() as names:
+        got = log_linear_in_pool(*(t.float() for t in tokens), pool_PNGFV=pools[1], **given)
+    assert "log_linear_in_pool" in names
+    assert (got.double() - wanted).abs().max() / wanted.abs().max() < 1e-5
+    left_RN, _ = bucket_plan(pieces.end_R, pieces.count_R, block_bits, sums)
+    exact, found = (t[page_R][left_RN] for t in pools)
+    assert not exact.isnan().any() and (found.double() - exact).abs().max() / exact.abs().max() < 1e-5
+    other = [page for page in range(len(pool)) if page not in page_R.tolist()]
+    assert pools[1][other].isnan().all()
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(8, 2), (0, 2), (8, 0)])
+@pytest.mark.parametrize(
+    ("counts", "seen"), [((20,), (0,)), ((20,), (3,)), ((5, 5), (0, 30)), ((2, 0, 9), (0, 4, 7)), SMALL[0]]
+)
+def test_windows_in_pages(counts, seen, window, sinks):
+    """Copies of tokens, rings and sinks, bit for bit; what no sequence has written to its page is not read."""
+    pieces, slots, generator = (
+        PackedPieces(counts, seen, DEVICE),
+        window + (window > 0),
+        torch.Generator().manual_seed(0),
+    )
+    plan, shapes = (
+        pieces.window_plan(window, sinks, slots, 64),
+        {"k": (2, 8), "v": (2, 4), "gate": (2,), "linear_k": (2, 8)},
+    )
+    new = {name: torch.randn(pieces.length, *shape, generator=generator).to(DEVICE) for name, shape in shapes.items()}
+    page_R = torch.randperm(len(counts) + 1, generator=generator)[:-1]
+    pool = {
+        f"ring.{name}": torch.randn(len(counts) + 1, slots, *shape, generator=generator)
+        for name, shape in shapes.items()
+    }
+    pool |= {f"sink.{name}": torch.randn(len(counts) + 1, sinks, *shapes[name], generator=generator) for name in "kv"}
+    for t in pool.values():
+        unwritten_RS = torch.arange(t.shape[1]) >= torch.tensor(seen).unsqueeze(1)
+        t[page_R] = t[page_R].masked_fill(unwritten_RS.view(*unwritten_RS.shape, *[1] * (t.dim() - 2)), torch.nan)
+    page_R, pools = page_R.to(DEVICE), [{name: t.to(DEVICE, copy=True) for name, t in pool.items()} for _ in range(2)]
+    wanted = gather_window.reference(new["k"], new, pools[0], page_R, plan, list(shapes))
+    store_window.reference(new["k"], new, pools[0], page_R, plan)
+    with use_kernels("kernel"), record_dispatch() as names:
+        found = gather_window(new["k"], new, pools[1], page_R, plan, list(shapes))
+        store_window(new["k"], new, pools[1], page_R, plan)
+    assert names == {"gather_window", "store_window"}
+    for got, right in zip(found, wanted, strict=True):
+        assert got.keys() == right.keys()
+        assert all(torch.equal(got[name], t) and t.isfinite().all() for name, t in right.items())
+    assert all(torch.equal(pools[1][name].nan_to_num(7), t.nan_to_num(7)) for name, t in pools[0].items())
+
+
 WINDOW = {"window": 8, "sinks": 2, "rope": "both", "features": "hedgehog", "scores": "delta"}
 
 
@@ -110,7 +176,8 @@ def test_a_mixer_with_a_window(mask):
     out, after = mixer.mix_packed(inputs, pieces, state)
     with use_kernels("kernel"), record_dispatch() as names:
         got, got_after = mixer.mix_packed(inputs, pieces, state)
-    assert {"local_attention"} < names and any(name.endswith("_packed") for name in names)
+    assert {"local_attention", "gather_window", "store_window"} < names
+    assert names & {"semiseparable_packed", "log_linear_in_pool"}
     torch.testing.assert_close(got, out, rtol=0, atol=1e-4)
     for name, t in after.tensors.items():
         torch.testing.assert_close(got_after.tensors[name], t, rtol=0, atol=1e-4)

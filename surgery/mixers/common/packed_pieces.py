@@ -35,11 +35,19 @@ CPU_PADDING = 64  # pieces that share a group on a CPU have fewer padding tokens
 
 
 class Places(NamedTuple):
-    """Tokens of the pieces that are stored, and where: the token, its sequence and its slot there."""
+    """Tokens of the pieces that are stored, and where: the token, its sequence and its slot there. table: their number, and
+    the three one after another."""
 
     token_W: Tensor
     request_W: Tensor
     slot_W: Tensor
+    table: Tensor
+
+    @classmethod
+    def from_table(cls, table: Tensor) -> Places:
+        """Return the parts of a table."""
+        count = (len(table) - 1) // 3
+        return cls(*table[1:].split(count), table) if count else cls(table[1:], table[1:], table[1:], table)
 
 
 class WindowPlan(NamedTuple):
@@ -53,7 +61,10 @@ class WindowPlan(NamedTuple):
     near_XY: stored numbers of the keys of a block. sink_XK: numbers of the sinks of its sequence, among R x sinks old ones
     and the N tokens. to_rings, to_sinks: what is stored. far_query_L, far_written_L: numbers of the tokens whose queries
     read a state (`PackedPieces.behind`), and stored numbers of the tokens that are written just before, which have the
-    positions far_position_L. far_slice: the far queries, if they lie side by side. near_far_M: near and far numbers.
+    positions far_position_L. far_slice: the far queries, if they lie side by side.
+
+    near_far_T, far_T and sinks_T are near and far numbers, far ones, and those of sinks, each behind how many they are and
+    how many of them are slots of the R sequences.
     """
 
     uniform: bool
@@ -70,7 +81,9 @@ class WindowPlan(NamedTuple):
     far_query_L: Tensor
     far_written_L: Tensor
     far_position_L: Tensor
-    near_far_M: Tensor
+    near_far_T: Tensor
+    far_T: Tensor
+    sinks_T: Tensor
 
 
 class ConvolutionPlan(NamedTuple):
@@ -164,6 +177,11 @@ class PackedPieces:
         return torch.zeros(1, dtype=torch.long, device=self.device)
 
     @cached_property
+    def end_R(self) -> Tensor:
+        """Tokens of each sequence after its piece."""
+        return self.seen_R + self.count_R
+
+    @cached_property
     def is_first_R(self) -> Tensor:
         """Whether a sequence has no tokens before its piece."""
         return self.seen_R == 0
@@ -246,23 +264,42 @@ class PackedPieces:
         far_position_L = position_N[far_query_L] - window
         far_written_L = self._stored(self._request_N[far_query_L], far_position_L, slots, rings)
         kept_N = self._offset_N >= (self._count_R - slots)[self._request_N]
-        places = [*self._places(kept_N, position_N % max(slots, 1)), *self._places(position_N < sinks, position_N)]
-        near_far_M = torch.cat([near_XY.flatten(), far_written_L])
-        tables = query_XC, slot_N, seen_X1.squeeze(1) + start_X1.squeeze(1), near_XY, sink_XK, *places
-        sent = send([*tables, far_query_L, far_written_L, far_position_L, near_far_M], self.device)
-        rest = sent[5:]
+        ring_places = self._places(kept_N, position_N % max(slots, 1))
+        near_far = torch.cat([near_XY.flatten(), far_written_L])
+        in_rings, in_sinks = count * slots if rings else 0, count * sinks if old else 0
+        gathered = _with_sizes(near_far, in_rings), _with_sizes(far_written_L, in_rings), _with_sizes(sink_XK, in_sinks)
+        tables = query_XC, slot_N, seen_X1.squeeze(1) + start_X1.squeeze(1), far_query_L, far_position_L, *gathered
+        sent = send([*tables, ring_places, self._places(position_N < sinks, position_N)], self.device)
+        near_far_T, far_T, sinks_T, *places = sent[5:]
         side_by_side = slice(self.length - len(far_query_L), self.length) if count == 1 else None
-        flags = uniform, rings, old, side_by_side
-        return WindowPlan(*flags, *sent[:5], Places(*rest[:3]), Places(*rest[3:6]), *rest[6:])
+        return WindowPlan(
+            uniform=uniform,
+            reads_rings=rings,
+            reads_sinks=old,
+            far_slice=side_by_side,
+            query_XC=sent[0],
+            slot_N=sent[1],
+            seen_X=sent[2],
+            near_XY=near_far_T[2 : 2 + near_XY.numel()].view(near_XY.shape),
+            sink_XK=sinks_T[2:].view(sink_XK.shape),
+            to_rings=Places.from_table(places[0]),
+            to_sinks=Places.from_table(places[1]),
+            far_query_L=sent[3],
+            far_written_L=far_T[2:],
+            far_position_L=sent[4],
+            near_far_T=near_far_T,
+            far_T=far_T,
+            sinks_T=sinks_T,
+        )
 
     def _skipped(self, delay: int) -> Tensor:
         """Return the first tokens of each piece whose queries read no state that tokens enter `delay` tokens late."""
         return (delay - self._seen_R).clamp_min(0).minimum(self._count_R)
 
-    def _places(self, kept_N: Tensor, slot_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (token, sequence, slot) of the tokens that are kept."""
+    def _places(self, kept_N: Tensor, slot_N: Tensor) -> Tensor:
+        """Return `Places.table` of the tokens that are kept."""
         token_W = kept_N.nonzero().squeeze(1)
-        return token_W, self._request_N[token_W], slot_N[token_W]
+        return torch.cat([torch.tensor([len(token_W)]), token_W, self._request_N[token_W], slot_N[token_W]])
 
     def _stored(self, request: Tensor, position: Tensor, slots: int, old: bool) -> Tensor:
         """Return numbers of the tokens at these positions of their sequences, among R x slots old slots, if there are any,
@@ -333,6 +370,11 @@ class PackedPieces:
         for group, t in zip(self.groups, grown, strict=True):
             joined = joined.to(t.dtype).index_copy(0, group.index_D, t)
         return joined
+
+
+def _with_sizes(numbers: Tensor, old: int) -> Tensor:
+    """Return the numbers, flat, behind how many they are and how many of the things they count are old."""
+    return torch.cat([torch.tensor([numbers.numel(), old]), numbers.flatten()])
 
 
 def _column(count: int) -> Tensor:

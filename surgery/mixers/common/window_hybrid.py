@@ -182,7 +182,7 @@ def gather_window(
         if plan.reads_rings:
             stored = torch.cat([pool[f"ring.{name}"][page_R].flatten(0, 1).to(t.dtype), t])
         if name in ("k", "v"):
-            taken = stored[plan.near_far_M if name in far else plan.near_XY.flatten()]
+            taken = stored[plan.near_far_T[2:] if name in far else plan.near_XY.flatten()]
             recent[name] = taken[:numbers].unflatten(0, plan.near_XY.shape)
             if name in far:
                 written[name] = taken[numbers:].unsqueeze(0)
