@@ -25,7 +25,14 @@ from torch import Tensor
 
 from surgery.core.dispatch import register_kernel
 from surgery.kernels.chunked_op import ChunkedFunctions, ChunkedOp
-from surgery.kernels.gated_delta.layout import DEFAULT_CHUNK, DeltaPlan, DeltaSizes, fits_kernels, make_sizes
+from surgery.kernels.gated_delta.layout import (
+    DEFAULT_CHUNK,
+    DeltaPlan,
+    DeltaSizes,
+    fits_kernels,
+    make_sizes,
+    packed_sizes,
+)
 from surgery.kernels.gated_delta.output import launch_output, launch_output_backward
 from surgery.kernels.gated_delta.states import launch_pass_backward, launch_pass_forward
 from surgery.kernels.gated_delta.wy import WYOutputGradients, launch_wy_backward, launch_wy_forward
@@ -34,11 +41,13 @@ from surgery.kernels.packages.adapters import GATED_DELTA_KERNELS
 from surgery.kernels.packages.chunked import with_packages
 from surgery.kernels.packages.heads_last import RowTensors
 from surgery.kernels.tuning import TOKENS_READER, is_fastest
-from surgery.mixers.common.packed_pieces import PackedPieces
+from surgery.mixers.common.packed_pieces import PackedPieces, borders_of
 from surgery.mixers.masks.semiseparable import semiseparable, semiseparable_packed
 
 
-def _make_sizes(tensors: tuple[Any, ...], ends: Tensor | None, chunk: int) -> DeltaSizes:
+def _make_sizes(tensors: tuple[Any, ...], ends: Tensor | PackedPieces | None, chunk: int) -> DeltaSizes:
+    if isinstance(ends, PackedPieces):
+        return packed_sizes(tensors[0], tensors[2], chunk, ends, resumes=False)
     return make_sizes(tensors[0], tensors[2], chunk, None, ends)
 
 
@@ -79,7 +88,7 @@ GATED_DELTA_OP = ChunkedOp(
         ChunkedFunctions(_make_sizes, _forward, _backward, _fake_outputs),
         GATED_DELTA_KERNELS,
         rows_of=lambda tensors: RowTensors(*tensors),
-        borders_of=lambda ends, chunk: ends,
+        borders_of=lambda ends, chunk: borders_of(ends),
     ),
 )
 
@@ -92,13 +101,13 @@ def gated_delta(
     gates_BGT: Tensor,
     first_RGKV: Tensor | None = None,
     *,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | PackedPieces | None = None,
     chunk: int = DEFAULT_CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Return (out_BGJTV in v's dtype, last_RGKV: the state behind each row's last token in float32).
 
     first: states before the first tokens, None for zeros. cu_seqlens: borders (R + 1,) of R sequences packed into one
-    row (B = 1), each with a state of its own; without it R = B.
+    row (B = 1), or the pieces, each with a state of its own; without it R = B.
     """
     first = None if first_RGKV is None else first_RGKV.float().contiguous()
     gates = gates_BGT.expand(v_BGTV.shape[:3])
@@ -140,11 +149,11 @@ def semiseparable_packed_delta(
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
     """`semiseparable_packed` with beta."""
-    return _mix_components((q, k, v, beta, gates, weight), first_SRGFV, pieces.cu_seqlens, chunk)
+    return _mix_components((q, k, v, beta, gates, weight), first_SRGFV, pieces, chunk)
 
 
 def _mix_components(
-    tokens: tuple[Any, ...], first_BRGFV: Tensor | None, cu_seqlens: Tensor | None, chunk: int
+    tokens: tuple[Any, ...], first_BRGFV: Tensor | None, cu_seqlens: Tensor | PackedPieces | None, chunk: int
 ) -> tuple[Tensor, Tensor]:
     """Return (out, last) of one component after the other: components have separate states."""
     q, k, v, beta, gates, weight = tokens
@@ -157,4 +166,4 @@ def _mix_components(
         )  # fmt: skip
         outs.append(out if weight is None else out * weight[r, :, :, None, None].to(out.dtype))
         lasts.append(last)
-    return sum(outs[1:], outs[0]), torch.stack(lasts, 1)
+    return sum(outs[1:], outs[0]), lasts[0].unsqueeze(1) if len(lasts) == 1 else torch.stack(lasts, 1)

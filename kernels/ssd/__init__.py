@@ -37,13 +37,15 @@ from surgery.kernels.ssd.layout import (
 from surgery.kernels.ssd.output import launch_read
 from surgery.kernels.ssd.states import launch_pass_backward, launch_pass_forward
 from surgery.kernels.tuning import TOKENS_READER, is_fastest
-from surgery.mixers.common.packed_pieces import PackedPieces
+from surgery.mixers.common.packed_pieces import PackedPieces, borders_of
 from surgery.mixers.masks.semiseparable import semiseparable, semiseparable_packed
 
 
 def _make_table(
-    tensors: tuple[Tensor, ...], start: Tensor, ends: Tensor | None, chunk: int, aligned: bool
+    tensors: tuple[Tensor, ...], start: Tensor, ends: Tensor | PackedPieces | None, chunk: int, aligned: bool
 ) -> ChunkTable:
+    if isinstance(ends, PackedPieces):
+        return ChunkTable.from_pieces(ends, chunk)
     return ChunkTable.from_geometry(tensors[2], start, ends, chunk, aligned)
 
 
@@ -85,7 +87,7 @@ SSD_OP = ChunkedOp(
         ChunkedFunctions(_make_table, _forward, _backward, _fake_outputs),
         SSD_KERNELS,
         rows_of=lambda tensors: RowTensors(*tensors[:3], None, *tensors[3:]),
-        borders_of=lambda start, ends, *_: ends,
+        borders_of=lambda start, ends, *_: borders_of(ends),
     ),
 )
 
@@ -97,17 +99,19 @@ def ssd(
     gates_BGT: Tensor,
     first_SGFV: Tensor | None = None,
     *,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | PackedPieces | None = None,
     chunk: int = 64,
 ) -> tuple[Tensor, Tensor]:
     """Return (out_BGJTV in v's dtype, the state behind each sequence's last token in float32).
 
     q and k may have 1 in place of G: shared by all groups. first: states before the first tokens, None for zeros.
-    cu_seqlens: borders (S + 1,) of S sequences packed into one row (B = 1).
+    cu_seqlens: borders (S + 1,) of S sequences packed into one row (B = 1), or the pieces.
     """
     batch, groups, length, _ = v_BGTV.shape
     gates_BGT = gates_BGT.float().expand(batch, groups, length)
-    start = torch.zeros(batch, dtype=torch.int32, device=v_BGTV.device) if cu_seqlens is None else cu_seqlens
+    start = borders_of(cu_seqlens)
+    if start is None:
+        start = torch.zeros(batch, dtype=torch.int32, device=v_BGTV.device)
     geometry = start, cu_seqlens, limit_chunk(chunk), cu_seqlens is None
 
     def run(q: Tensor, k: Tensor, v: Tensor, features: slice, values: slice) -> tuple[Tensor, Tensor]:
@@ -155,11 +159,11 @@ def semiseparable_packed_ssd(
 ) -> tuple[Tensor, Tensor]:
     """`semiseparable_packed` with one component, whose weight multiplies the output."""
     tokens = q_BGJTF, k_BGTF, v_BGTV, gates_BRGT, weight_RGJ
-    return _mix_one_component(tokens, first_SRGFV, pieces.cu_seqlens, chunk)
+    return _mix_one_component(tokens, first_SRGFV, pieces, chunk)
 
 
 def _mix_one_component(
-    tokens: tuple[Any, ...], first_BRGFV: Tensor | None, cu_seqlens: Tensor | None, chunk: int
+    tokens: tuple[Any, ...], first_BRGFV: Tensor | None, cu_seqlens: Tensor | PackedPieces | None, chunk: int
 ) -> tuple[Tensor, Tensor]:
     q_BGJTF, k_BGTF, v_BGTV, gates_BRGT, weight_RGJ = tokens
     first, gates_BGT = None if first_BRGFV is None else first_BRGFV.squeeze(1), gates_BRGT.squeeze(1)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from surgery.kernels.kernel_tensors import HAS_TUPLE_ARGUMENTS, GroupTensor, HeadTensor, LevelTensor
 from surgery.kernels.ssd.chunk import ChunkPointers, sum_gates
+from surgery.mixers.common.packed_pieces import PackedPieces
 
 # Stages of pipelined loops: the fastest on one H200, 2026-11-21, B = 2, 48 heads, K = 128, V = 64, T = 8192.
 STAGES = 2
@@ -35,6 +36,7 @@ class ChunkTable:
         start_B: position of each row's first token.
         ends: borders of packed sequences (cu_seqlens), else None.
         first_of: first place of each packed sequence, else None.
+        owner_of: sequence of each place, if it is known.
     """
 
     seqs: int
@@ -46,6 +48,7 @@ class ChunkTable:
     start_B: Tensor
     ends: Tensor | None = None
     first_of: Tensor | None = None
+    owner_of: Tensor | None = None
 
     # Schema of the arguments of `from_geometry` (kernels/chunked_op.py).
     GEOMETRY = "Tensor start, Tensor? ends, int chunk, bool aligned"
@@ -62,6 +65,22 @@ class ChunkTable:
         chunks = (cu_seqlens.diff() + chunk - 1) // chunk
         first_of, places = (chunks.cumsum(0) - chunks).int(), length // chunk + len(chunks)
         return cls(len(chunks), length, chunk, 0, places, length // chunk + 1, cu_seqlens, cu_seqlens, first_of)
+
+    @classmethod
+    def from_pieces(cls, pieces: PackedPieces, chunk: int) -> ChunkTable:
+        """Lay out pieces as `from_cu_seqlens`, by tables that the layers of a step share."""
+        length, seqs = pieces.length, len(pieces.counts)
+        places = length // chunk + seqs
+
+        def tables(_first_R: Tensor, _seen_R: Tensor, count_R: Tensor) -> list[Tensor]:
+            chunks = (count_R + chunk - 1) // chunk
+            table = cls(seqs, length, chunk, 0, places, 0, chunks, chunks, (chunks.cumsum(0) - chunks).int())
+            return [table.pointers().first_of, table.owners(0)]
+
+        first_of, owner_of = pieces.tables(("ssd", chunk), tables, torch.int32)
+        most = max(1, *(-(-count // chunk) for count in pieces.counts))
+        ends = pieces.cu_seqlens
+        return cls(seqs, length, chunk, 0, places, most, ends, ends, first_of, owner_of)
 
     @classmethod
     def from_geometry(
@@ -96,6 +115,8 @@ class ChunkTable:
         """Return the sequence of each segment of 2^shift chunks, int32; only for packed sequences."""
         if self.first_of is None:
             return self.start_B
+        if self.owner_of is not None and not shift:
+            return self.owner_of
         at, units = self.first_of >> shift, self.places
         if shift:
             at, units = at + torch.arange(self.seqs, device=at.device, dtype=at.dtype), self.units(shift)

@@ -223,7 +223,8 @@ class LinearMixer(Mixer):
                 local, written = self._window_in_pool(tokens, written, plan, pool, page_R)
                 written_BL, query_L = plan.far_position_L.unsqueeze(0), plan.far_slice or plan.far_query_L
             if far.length < pieces.length:
-                q_BHTF, signals = q_BHTF[:, :, query_L], {name: t[:, query_L] for name, t in signals.items()}
+                q_BHTF = q_BHTF[:, :, query_L]
+                signals = {name: t if name in written else t[:, query_L] for name, t in signals.items()}
             q_BGJTF = q_BHTF.unflatten(1, (self.linear_shape.groups, -1))
             mask_pool = {name.removeprefix("mask."): t for name, t in pool.items() if name.startswith("mask.")}
             if far.length:
@@ -235,7 +236,9 @@ class LinearMixer(Mixer):
                 zeros = tokens.v_BTGV.new_zeros(
                     *q_BGJTF.shape[:3], pieces.length, values, dtype=matmul_dtype(tokens.v_BTGV)
                 )
-                linear_BGJTV = zeros.index_copy(3, query_L, linear_BGJTV.to(zeros.dtype)) if far.length else zeros
+                if far.length:
+                    zeros[:, :, :, query_L] = linear_BGJTV.to(zeros.dtype)
+                linear_BGJTV = zeros
             out_BTHV = self._combine(linear_BGJTV, local, tokens.x_BTD, inputs.v_BGTV.dtype)
         return out_BTHV.transpose(1, 2).to(inputs.v_BGTV.dtype)
 
@@ -277,7 +280,8 @@ class LinearMixer(Mixer):
         blocks = self._local_attention(q_XCHK, found.recent, found.sinks, plan.seen_X, block)
         if count == 1:
             return blocks, found.far
-        every = (None if t is None else t.movedim(0, 2).flatten(2, 3) for t in blocks)
+        statistics = (blocks.lse, blocks.largest) if self.config.normalise else (None, None)
+        every = (None if t is None else t.movedim(0, 2).flatten(2, 3) for t in (blocks.out, *statistics))
         parts = (None if t is None else (t if plan.uniform else t[:, :, plan.slot_N]).unsqueeze(0) for t in every)
         return LocalOutput(*parts), found.far  # type: ignore[arg-type]  # `out` is no None
 

@@ -31,6 +31,7 @@ from surgery.mixers.padding import Unpadder, zero_outside
 if TYPE_CHECKING:
     from surgery.mixers.masks.base import MaskInputs
 
+ALIGNED = 16  # numbers
 CPU_PADDING = 64  # pieces that share a group on a CPU have fewer padding tokens each
 
 
@@ -46,8 +47,8 @@ class Places(NamedTuple):
     @classmethod
     def from_table(cls, table: Tensor) -> Places:
         """Return the parts of a table."""
-        count = (len(table) - 1) // 3
-        return cls(*table[1:].split(count), table) if count else cls(table[1:], table[1:], table[1:], table)
+        token_W, request_W, slot_W = table[1:].view(3, -1)
+        return cls(token_W, request_W, slot_W, table)
 
 
 class WindowPlan(NamedTuple):
@@ -151,14 +152,20 @@ class PackedPieces:
         self._convolutions: dict[int, ConvolutionPlan] = {}
         self._tables: dict[Hashable, list[Tensor]] = {}
 
-    def tables(self, key: Hashable, make: Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]]) -> list[Tensor]:
+    def tables(
+        self,
+        key: Hashable,
+        make: Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]],
+        dtype: torch.dtype = torch.int64,
+    ) -> list[Tensor]:
         """Return tables of integers on the device that kernels compute once for a step.
 
         make(first_R, seen_R, count_R): returns them on the host, from the first token of each piece, the tokens of its
         sequence before it, and in it. key: what else they depend on.
         """
         if key not in self._tables:
-            self._tables[key] = send(make(self._first_R, self._seen_R, self._count_R), self.device)
+            made = make(self._first_R, self._seen_R, self._count_R)
+            self._tables[key] = send([t.to(dtype) for t in made], self.device)
         return self._tables[key]
 
     @property
@@ -372,6 +379,11 @@ class PackedPieces:
         return joined
 
 
+def borders_of(ends: Tensor | PackedPieces | None) -> Tensor | None:
+    """Return the borders (R + 1,) of sequences in one row, given as they are or by the pieces."""
+    return ends.cu_seqlens if isinstance(ends, PackedPieces) else ends
+
+
 def _with_sizes(numbers: Tensor, old: int) -> Tensor:
     """Return the numbers, flat, behind how many they are and how many of the things they count are old."""
     return torch.cat([torch.tensor([numbers.numel(), old]), numbers.flatten()])
@@ -383,9 +395,12 @@ def _column(count: int) -> Tensor:
 
 
 def send(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return tables of integers on a device, by one copy for which the host does not wait."""
-    flat = torch.cat([t.flatten() for t in tables])
+    """Return tables of integers on a device, by one copy for which the host does not wait.
+
+    Each begins at a multiple of ALIGNED numbers: kernels are compiled again for pointers of another alignment.
+    """
+    sizes = [-(-t.numel() // ALIGNED) * ALIGNED for t in tables]
+    flat = torch.cat([F.pad(t.flatten(), (0, size - t.numel())) for t, size in zip(tables, sizes)])
     if device.type == "cuda":
         flat = flat.pin_memory().to(device, non_blocking=True)
-    parts = flat.split([t.numel() for t in tables])
-    return [part.view(t.shape) for part, t in zip(parts, tables)]
+    return [part[: t.numel()].view(t.shape) for part, t in zip(flat.split(sizes), tables)]

@@ -322,8 +322,15 @@ class HierarchicalMask(Mask):
             return out_BGJTV
         gates_BRGT = self.gates("log_gates", row.start_B, row.count_B, row.v_BGTV.shape[2], row.signals)
         operands = row.q_BGJTF, row.k_BGTF, row.v_BGTV, row.beta_BGT, gates_BRGT.squeeze(1), self._all_levels(row)
-        place = {"pool_PNGFV": pool["buckets"], "page_R": page_R, "pieces": pieces}
-        return log_linear_in_pool(*operands, **place, chunk=chunk, block_bits=self.config.block_bits)
+        out: Tensor = log_linear_in_pool(
+            *operands,
+            pool_PNGFV=pool["buckets"],
+            page_R=page_R,
+            pieces=pieces,
+            chunk=chunk,
+            block_bits=self.config.block_bits,
+        )
+        return out
 
     def allocate(self, state: MaskState, seen: int) -> MaskState:
         """Return the state with room for what it holds after so many tokens."""
@@ -677,8 +684,8 @@ def log_linear_in_pool(
     else:
         source_RL, empty_RL = pieces.tables(("buckets", block_bits), sources)
         before = pool_PNGFV[page_R.unsqueeze(1), source_RL].masked_fill(empty_RL.bool()[..., None, None, None], 0)
-    state = {"buckets_SLGFV": before, "pieces": pieces, "chunk": chunk, "levels": levels}
-    out, after = log_linear_packed(q_BGJTF, k_BGTF, v_BGTV, beta_BGT, gates_BGT, level_BTGJL, **state)
+    tokens = q_BGJTF, k_BGTF, v_BGTV, beta_BGT, gates_BGT, level_BTGJL
+    out, after = log_linear_packed(*tokens, buckets_SLGFV=before, pieces=pieces, chunk=chunk, levels=levels)
     after = merge_low_buckets(F.pad(after, (0, 0, 0, 0, 0, 0, 0, max(0, block_bits - after.shape[1]))), block_bits)
     pool_PNGFV[page_R, :sums] = after[:, :sums].to(pool_PNGFV.dtype)
     return out
