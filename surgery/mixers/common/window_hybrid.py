@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,9 +31,11 @@ from torch import Tensor
 
 from surgery.core.dispatch import dispatched
 from surgery.mixers.base import AttentionShape
-from surgery.mixers.common.packed_pieces import WindowPlan
 from surgery.mixers.masks.base import MaskInputs
 from surgery.mixers.padding import Unpadder, gather_rowwise, shift_rows, zero_outside
+
+if TYPE_CHECKING:
+    from surgery.mixers.common.packed_pieces import WindowPlan
 
 Tensors = dict[str, Tensor]  # by name: "k", "v" and the written signals
 
