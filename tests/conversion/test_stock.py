@@ -30,7 +30,7 @@ from surgery.mixers.masks.base import MaskInputs
 from surgery.mixers.masks.gates import Gates, GatesMask
 from surgery.planning.recipe import load_recipe
 from surgery.planning.stock import plan_stock
-from surgery.planning.stock_classes import check_tiny_kept
+from surgery.planning.stock_classes import STOCK_CLASSES, check_tiny_kept, frozen_modules
 from surgery.publish.summary import inspect
 from surgery.training.suitability import check_kept_frozen
 
@@ -533,7 +533,7 @@ def test_tiny_weights_are_those_of_the_report(stock):
     _, _, report = stock("llama")
     entry, name = report["stock"], "model.layers.{}.self_attn.k_proj.weight"
     with pytest.raises(
-        SurgeryError, match=r"OUT: .*layers\.1\.self_attn\.k_proj.*q_proj and k_proj of the layers 1, 3"
+        SurgeryError, match=r"OUT: .*layers\.1\.self_attn\.k_proj.*q_proj, k_proj, q_norm and k_norm of the layers 1, 3"
     ):
         check_kept_frozen("OUT", entry, [name.format(0), name.format(1)])
     for checked, changed in (
@@ -542,6 +542,28 @@ def test_tiny_weights_are_those_of_the_report(stock):
         ("not a report", [name.format(1)]),
     ):
         check_kept_frozen("OUT", checked, changed)
+
+
+NORMS = {"gated-deltanet": ("q_norm", "k_norm"), "kda": ("kv_a_layernorm",)}
+
+
+@pytest.mark.parametrize("linear", ["gated-deltanet", pytest.param("kda", marks=needs_ling)])
+def test_norms_that_undo_tiny_projections_stay_as_they_are(stock, linear):
+    """What the page and `surgery plan` say to freeze is what finetune refuses to train."""
+    _, converted, report = stock("llama", linear=linear)
+    parameters = dict(AutoModelForCausalLM.from_pretrained(converted).named_parameters())
+    kept = [f"model.layers.1.self_attn.{name}.weight" for name in NORMS[linear]]
+    assert all(name in parameters for name in kept)
+    for name in kept:
+        with pytest.raises(SurgeryError, match=rf"leave {re.escape(name)} as it is: its large weights undo"):
+            check_kept_frozen("OUT", report["stock"], [name])
+    check_kept_frozen("OUT", report["stock"], [name for name in parameters if ".self_attn." not in name])
+    note = STOCK_CLASSES[linear].note(True)
+    page = (Path(__file__).resolve().parents[2] / "docs" / "stock.md").read_text(encoding="utf-8")
+    bold = re.findall(r"\*\*(freeze.*?)\*\*", page, re.S)
+    frozen = {path.rpartition(".")[2] for path in frozen_modules(report["stock"])}
+    assert any(set(re.findall(r"`(\w+)`", text)) == frozen for text in bold)
+    assert linear == "gated-deltanet" or all(name in note for name in frozen)
 
 
 def test_a_second_conversion_keeps_tiny_weights(stock):
