@@ -25,14 +25,19 @@ def is_converted(model: nn.Module) -> bool:
 
 
 def recipe_warnings(
-    name: str, model: nn.Module, stages: Iterable[StageConfig], *, converted_whole: bool = False
+    name: str,
+    model: nn.Module,
+    stages: Iterable[StageConfig],
+    *,
+    converted_whole: bool = False,
+    stock: bool = False,
 ) -> list[str]:
     """Return warnings about stages that run on the model, but were made for another kind.
 
     An unconverted model has nothing to recover from a teacher. A recipe that gives mixers a rate of their own and has
     no stage for whatever is `new` was made for replaced attention. Level weights that rows do not reach stay at 1 while
     the others move. name: of the checkpoint. converted_whole: whether its conversion removed layers or wrote a stock
-    class, which the modules do not show.
+    class, which the modules do not show. stock: whether it wrote one, whose attention was replaced.
     """
     configs: list[Any] = list(stages)
     if converted_whole and (tiny := _tiny_projection(model, configs)):
@@ -51,7 +56,7 @@ def recipe_warnings(
         ]
     has_mixers = any(True for _ in mixer_modules(model))
     for_mixers = any("mixers" in config.rates for config in configs)
-    if has_mixers or not for_mixers or any("new" in config.trains for config in configs):
+    if has_mixers or stock or not for_mixers or any("new" in config.trains for config in configs):
         return _unreached_levels(name, model, configs)
     return [
         f"this recipe is made for replaced attention, and the attention of {name} is as it was. For replaced linears "

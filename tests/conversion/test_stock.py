@@ -32,7 +32,9 @@ from surgery.planning.recipe import load_recipe
 from surgery.planning.stock import plan_stock
 from surgery.planning.stock_classes import STOCK_CLASSES, check_tiny_kept, frozen_modules
 from surgery.publish.summary import inspect
-from surgery.training.suitability import check_kept_frozen
+from surgery.training.optim import select_parameters
+from surgery.training.recipe import load_healing_recipe
+from surgery.training.suitability import check_kept_frozen, recipe_warnings
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -564,6 +566,21 @@ def test_norms_that_undo_tiny_projections_stay_as_they_are(stock, linear):
     frozen = {path.rpartition(".")[2] for path in frozen_modules(report["stock"])}
     assert any(set(re.findall(r"`(\w+)`", text)) == frozen for text in bold)
     assert linear == "gated-deltanet" or all(name in note for name in frozen)
+
+
+def test_messages_of_finetune_know_that_attention_was_replaced(stock):
+    """Kinds of parameters that only our modules have, and a recipe for replaced attention."""
+    _, converted, _ = stock("qwen3")
+    model = AutoModelForCausalLM.from_pretrained(converted)
+    for word in ("new", "structured", "mixers"):
+        with pytest.raises(
+            SurgeryError, match=r"If a recipe stock-\* wrote this Qwen3_5ForCausalLM, name its layers"
+        ) as error:
+            select_parameters(model, [word], {})
+        assert "was replaced" not in str(error.value)
+    stages = load_healing_recipe("attention").stages
+    assert recipe_warnings("OUT", model, stages, converted_whole=True, stock=True) == []
+    assert "is as it was" in recipe_warnings("OUT", model, stages, converted_whole=True)[0]
 
 
 def test_a_second_conversion_keeps_tiny_weights(stock):
