@@ -479,8 +479,8 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
     parts = ", ".join(f"{STEPS.get(name, name)} {value:.1f} s" for name, value in steps.items())
     rss = report["memory"]["peak_rss"]
     lines.append(
-        f"time: {seconds['total']:.1f} s on {report['time']['device']}{per_layer} ({parts}); peak memory "
-        f"{size_text(rss)}"
+        f"time: {seconds['total']:.1f} s on {report['time']['device']}{per_layer}{f' ({parts})' if parts else ''}; "
+        f"peak memory {size_text(rss)}"
         if rss
         else f"time: {seconds['total']:.1f} s"
     )

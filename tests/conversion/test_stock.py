@@ -32,6 +32,7 @@ from surgery.planning.recipe import load_recipe
 from surgery.planning.stock import plan_stock
 from surgery.planning.stock_classes import STOCK_CLASSES, check_tiny_kept, frozen_modules
 from surgery.publish.summary import inspect
+from surgery.publish.tables import inspect_table
 from surgery.training.optim import select_parameters
 from surgery.training.recipe import load_healing_recipe
 from surgery.training.suitability import check_kept_frozen, recipe_warnings
@@ -410,6 +411,12 @@ def test_plan_report_and_inspect_agree(stock):
     for record in report["mixers"]:
         assert list(record["errors"]) == ["copied", "profile", "features", "output", "local"]
     assert report["held_out"]["tokens"] > 0
+
+
+def test_the_report_names_no_steps_without_times(stock):
+    _, _, report = stock("qwen3")
+    (line,) = [str(line) for line in inspect_table(report) if str(line).startswith("time: ")]
+    assert "s per layer; peak memory" in line and "()" not in line
 
 
 @needs_ling
