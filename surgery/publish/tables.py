@@ -16,6 +16,7 @@ from surgery.conversion.choices import allocation_lines, hybrid_lines, initializ
 from surgery.core.files import size_text
 from surgery.core.tables import format_count, format_tokens, new_table
 from surgery.planning.depth import number_ranges
+from surgery.planning.measured_times import decoding_call
 from surgery.publish.figures import checkpoint_figures, format_share, speed_in_words
 from surgery.publish.ratios import before_storage, held_out_ratio
 from surgery.publish.summary import NOT_REPLACED, describe_structure, inspect_rows, is_behind_mixer, is_dense
@@ -80,7 +81,7 @@ def speed_lines(speed: dict[str, Any] | None) -> list[str]:
     """Return a line on the predicted time of the replaced linears and the target of a recipe's `speed`."""
     if not speed:
         return []
-    call = f"prompt of {speed['tokens']:,} tokens" if speed["phase"] == "prefill" else "decoding step in a CUDA graph"
+    call = f"prompt of {speed['tokens']:,} tokens" if speed["phase"] == "prefill" else decoding_call(speed["device"])
     where = escape(f"{speed['device']} ({speed['dtype']})")
     share = (
         ""
