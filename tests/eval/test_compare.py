@@ -492,6 +492,21 @@ def test_arrays_and_sizes_are_checked(tmp_path, monkeypatch):
         compare_folders(folders)
 
 
+@pytest.mark.parametrize("name", ["results.json", "comparison.json"])
+@pytest.mark.parametrize(
+    ("held", "says"),
+    [
+        ("[1, 2]", r"{} must hold a JSON object, .*\(got a list\)"),
+        ("{{", "{} is not JSON"),
+        ('{{"models": {{}}}}', "has a {}, but no folder of a model"),
+    ],
+)
+def test_a_folder_with_a_summary_alone_says_what_is_wrong_with_it(name, held, says, tmp_path):
+    (tmp_path / name).write_text(held.format())
+    with pytest.raises(SurgeryError, match=says.format(name)):
+        compare_folders([tmp_path])
+
+
 def test_a_link_to_a_model_elsewhere_is_not_followed(tmp_path):
     save(tmp_path / "a", "a", {"needle": needle(3)})
     (tmp_path / "b").mkdir()
