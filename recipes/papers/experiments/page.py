@@ -38,6 +38,7 @@ from recipes.papers.experiments.driver import COUNTED, GPU_TIME, MEMORY, Experim
 from recipes.papers.experiments.figures import FAR, HOLDS, PLACES, costs_section, figures_section, other_places
 from recipes.papers.experiments.sweep import Setting, gpu_minutes, is_complete, stack_size
 from recipes.papers.experiments.verdicts import combine, count
+from recipes.papers.script import run_script
 from surgery.core.errors import SurgeryError
 
 EXPERIMENTS = (
@@ -219,4 +220,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)
