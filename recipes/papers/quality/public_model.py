@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.papers.quality.equal_bytes import latest, table
-from recipes.papers.quality.quantized import append_row, read_rows, run_script
+from recipes.papers.quality.quantized import append_row, read_rows
+from recipes.papers.script import run_script
 from surgery.architectures.attention import attention_paths, attention_shape
 from surgery.checkpoint.outline import describe_unconverted_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
