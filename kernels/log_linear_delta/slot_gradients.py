@@ -1,0 +1,349 @@
+"""Backward of log-linear Gated DeltaNet through the slots of a Fenwick tree (terms: kernels/log_linear_delta/slots.py).
+
+With Phi = gamma I + F, the transition of a segment, four kernels follow the forward backwards.
+
+`read_backward`, all chunks in parallel. Query rows R_0 = R read slots e_1, e_2, .. from near to far, R_i = R_i-1 Phi_i:
+
+    dlambda_i = row sums of R_i-1 . dO S_i^T      dR_i-1 = diag(lambda_i) dO S_i^T + dR_i Phi_i^T
+
+`slot_gradients`, all slots in parallel, sums over the chunks that read the slot:
+
+    dX = [dS | dPhi] = sum of R_i-1^T [diag(lambda_i) dO | dR_i]
+
+`split_gradients`, one launch for each level from the highest down: a pair's dX goes to its left segment, whose slot has
+a gradient of its own, and to its right one. As dgamma is the trace of dPhi, gamma needs no gradient of its own:
+
+    dX_l += Phi_r^T dX      dS_r = dS      dPhi_r = dX X_l^T + gamma_l dPhi
+
+`chunk_gradients`, all chunks in parallel, does the same at level 0 and ends in a chunk's X = K^T e [u | -w]:
+
+    dK = e [u | -w] dX^T      du = e K dS      dw = -e K dPhi      dgamma = trace dPhi
+
+Border n of a row, 0 < n < its chunks, lies before its n-th chunk: chunk number e = a0 + n. The lowest set bit of e is
+the size of the segments on both sides, so a border stands for its pair: the left segment is slot e, and the chunks that
+read it are those of the right one. Buffers of gradients have two planes: (left or right segment, borders, G, ..).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from surgery.kernels.gated_delta.layout import (
+    chunk_tokens,
+    count_chunks,
+    decay_from_start,
+    decay_to_end,
+    load_matrix,
+    load_row,
+    load_tile,
+    program_chunk,
+    program_chunk_index,
+    store_matrix,
+)
+from surgery.kernels.log_linear_delta.chunk import query_key_products, read_tile
+from surgery.kernels.log_linear_delta.levels import first_chunk, lambda_at, load_passed_chunk, program_part
+from surgery.kernels.log_linear_delta.slots import block_rows
+
+
+@triton.jit
+def lambda_index(e, start, top, C: tl.constexpr, LOG_C: tl.constexpr, LAMBDAS: tl.constexpr):
+    """Return the index of the lambda with which chunks read slot e."""
+    bit = (tl.log2((e & -e).to(tl.float32)) + 0.5).to(tl.int32)
+    return lambda_at(start, bit, top, C, LOG_C, LAMBDAS)
+
+
+@triton.jit
+def slot_read_backward(
+    do, do_CV, level, dlevel, x, r_CK, lane, t_C, here_C, which, T, J,
+    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    P: tl.constexpr, LAMBDAS: tl.constexpr,
+):  # fmt: skip
+    """Return diag(lambda) dO S^T (C, K) of one slot, and add to dlambda. x: X^T of the slot; do_CV: the first block of
+    values of dO; r_CK: the query rows that read the slot."""
+    batch, g, j = lane
+    seen_CK = tl.zeros([C, BK], tl.float32)
+    for block in tl.static_range((V + BV - 1) // BV):
+        if block > 0:
+            do_CV = load_tile(do.ptr + batch * do.b + g * do.g + j * do.j, t_C, do.t, here_C, V, block * BV, BV)
+        s_VK = load_matrix(x + block * BV * K, V - block * BV, K, 0, BV, BK)
+        seen_CK = tl.dot(do_CV, s_VK, seen_CK, input_precision=P)
+    at_l = level.ptr + batch * level.b + g * level.g + j * level.j + t_C * level.t + which * level.l
+    lambda_C = tl.load(at_l, mask=here_C, other=0.0)
+    dlambda = dlevel + (((batch * T + t_C) * G + g) * J + j) * LAMBDAS + which
+    tl.atomic_add(dlambda, tl.sum(seen_CK * r_CK, 1), mask=here_C, sem="relaxed")
+    return seen_CK * lambda_C[:, None]
+
+
+@triton.jit(do_not_specialize=["top", "N"])
+def read_backward(
+    q, k, do, level, rows, terms, slots, firsts, reads, dreads, dread, dlevel, top, T, N, J,
+    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr,
+):  # fmt: skip
+    """Store dR_0 of one chunk and query head, and R_i-1 and dR_i of all slots that it reads; add to dlambda.
+
+    Grid: (R x N, G x J).
+
+    q, do: `HeadTensor`; k: `GroupTensor`; level: `LevelTensor`; terms: (c, w); slots: `Segments` of all chunks. firsts
+    (R, N): where the reads of each border's slot begin in reads and dreads (reads, G, J, C, K), one chunk after the
+    other. dread: dR_0 (chunks, G, J, C, K); dlevel (B, T, G, J, L): float32. dR_i is not stored at the farthest slot,
+    behind which nothing is read.
+    """
+    c, w = terms
+    head = tl.program_id(1).to(tl.int64)
+    g, j = head // J, head % J
+    batch, at, t_C, here_C, there = program_chunk(rows, N, g, G, WIDTH, C)
+    if not there:
+        return
+    half = k.ptr.dtype.element_ty
+    lane = batch, g, j
+    p_CC = query_key_products(q, k, lane, t_C, here_C, c, at, K, C, BK, P)
+    read_CK = read_tile(q, w, p_CC, decay_from_start(c, at, C), lane, t_C, here_C, at, 0, K, C, BK, P)
+    do_CV = load_tile(do.ptr + batch * do.b + g * do.g + j * do.j, t_C, do.t, here_C, V, 0, BV)
+    n, start = program_chunk_index(rows, N, WIDTH)
+    a0 = first_chunk(start, top, C)
+    a = a0 + n
+    firsts_row = firsts + tl.program_id(0) // N * N - a0
+    count = 0
+    e = a
+    while e > a0:
+        count += 1
+        e = e & (e - 1)
+    e = a
+    for _ in range(count - 1):
+        here = ((tl.load(firsts_row + e) + a - e) * G * J + head) * C * K
+        half_CK = read_CK.to(half)
+        store_matrix(reads + here, C, K, 0, half_CK, C, BK)
+        slot = at - (a - e + 1) * G
+        f_KK = load_matrix(slots.x + (slot * (V + K) + V) * K, K, K, 0, BK, BK)
+        read_CK = tl.dot(half_CK, tl.trans(f_KK), read_CK * tl.load(slots.gamma + slot), input_precision=P)
+        e = e & (e - 1)
+    dread_CK = tl.zeros([C, BK], tl.float32)
+    if count > 0:
+        store_matrix(
+            reads + ((tl.load(firsts_row + e) + a - e) * G * J + head) * C * K, C, K, 0, read_CK.to(half), C, BK
+        )
+        slot = at - (a - e + 1) * G
+        dread_CK = slot_read_backward(
+            do, do_CV, level, dlevel, slots.x + slot * (V + K) * K, read_CK, lane, t_C, here_C,
+            lambda_index(e, start, top, C, LOG_C, LAMBDAS), T, J, G, K, V, C, BK, BV, P, LAMBDAS,
+        )  # fmt: skip
+    tl.debug_barrier()  # R_i were stored by other threads
+    for i in range(count - 1):
+        e = a
+        for _ in range(count - 2 - i):
+            e = e & (e - 1)
+        here = ((tl.load(firsts_row + e) + a - e) * G * J + head) * C * K
+        half_CK = dread_CK.to(half)
+        store_matrix(dreads + here, C, K, 0, half_CK, C, BK)
+        slot = at - (a - e + 1) * G
+        x = slots.x + slot * (V + K) * K
+        f_KK = load_matrix(x + V * K, K, K, 0, BK, BK)
+        dread_CK = tl.dot(half_CK, f_KK, dread_CK * tl.load(slots.gamma + slot), input_precision=P)
+        r_CK = load_matrix(reads + here, C, K, 0, C, BK)
+        dread_CK += slot_read_backward(
+            do, do_CV, level, dlevel, x, r_CK, lane, t_C, here_C, lambda_index(e, start, top, C, LOG_C, LAMBDAS), T, J,
+            G, K, V, C, BK, BV, P, LAMBDAS,
+        )  # fmt: skip
+    store_matrix(dread + (at * J + j) * C * K, C, K, 0, dread_CK, C, BK)
+
+
+@triton.jit(do_not_specialize=["top", "N"])
+def slot_gradients(
+    do, level, rows, firsts, reads, dreads, grads, top, N, J,
+    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr,
+):  # fmt: skip
+    """Store a block of rows of dX^T of one slot, summed over all that read it.
+
+    Grid: (R x N x blocks of rows of X^T, G).
+
+    do: `HeadTensor`; level: `LevelTensor`; firsts, reads, dreads: as in `read_backward`; grads: dX^T (2, borders, G, V +
+    K, K), of which the left segments are stored.
+    """
+    r, n, block = program_part(N, (V + BV - 1) // BV + (K + BV - 1) // BV)
+    g = tl.program_id(1).to(tl.int64)
+    in_f, first, size, at_r = block_rows(block, V, K, BV)
+    row = load_row(rows, r, WIDTH)
+    a0, chunks = first_chunk(row.start, top, C), count_chunks(row, C)
+    if (n == 0) | (n >= chunks):
+        return
+    e = a0 + n
+    half = reads.dtype.element_ty
+    count = tl.minimum(e & -e, chunks - n) * J
+    at_read = (tl.load(firsts + r * N + n) * G + g) * J
+    dx_RK = tl.zeros([BV, BK], tl.float32)
+    if in_f:
+        for i in range(tl.where((e & (e - 1)) > a0, count, 0)):
+            here = (at_read + (i // J) * G * J + i % J) * C * K
+            r_CK = load_matrix(reads + here, C, K, 0, C, BK)
+            dr_CR = load_matrix(dreads + here, C, K, first, C, BV)
+            dx_RK = tl.dot(tl.trans(dr_CR), r_CK, dx_RK, input_precision=P)
+    else:
+        which = lambda_index(e, row.start, top, C, LOG_C, LAMBDAS)
+        do_here = do.ptr + row.batch * do.b + g * do.g
+        at_l = level.ptr + row.batch * level.b + g * level.g + which * level.l
+        for i in range(count):
+            m, j = i // J, i % J
+            t_C, here_C = chunk_tokens(n + m, row, C)
+            r_CK = load_matrix(reads + (at_read + m * G * J + j) * C * K, C, K, 0, C, BK)
+            do_CR = load_tile(do_here + j * do.j, t_C, do.t, here_C, V, first, BV)
+            lambda_C = tl.load(at_l + j * level.j + t_C * level.t, mask=here_C, other=0.0)
+            do_CR = (do_CR * lambda_C[:, None]).to(half)
+            dx_RK = tl.dot(tl.trans(do_CR), r_CK, dx_RK, input_precision=P)
+    at = (row.base + n) * G + g
+    store_matrix(grads + (at * (V + K) + at_r) * K, size - first, K, 0, dx_RK, BV, BK)
+
+
+@triton.jit
+def enclosing_gradient(segment, lev, levels, a0, chunks, base, MOST):
+    """Return (place among all borders and both planes of the gradient of the smallest segment around `segment` of level
+    `lev`, itself included, that has a sibling in the row; whether there is one).
+
+    Segments without a sibling have the same chunks of the row as their parent, and so the same gradient. Nothing reads
+    a segment without a parent.
+    """
+    at = base * 0
+    found = at > 0
+    for up in range(lev, levels):
+        here = segment >> (up - lev)
+        e = (here | 1) << up
+        is_first = (e > a0) & (e < a0 + chunks) & (found == 0)
+        at = tl.where(is_first, base + e - a0 + (here & 1) * MOST, at)
+        found = found | is_first
+    return at, found
+
+
+@triton.jit(do_not_specialize=["lev", "levels", "top", "PAIRS", "MOST"])
+def split_gradients(
+    rows, slots, rights, grads, lev, levels, top, PAIRS, MOST,
+    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Split the gradient of one pair of segments of level `lev`: add to the left segment's and store the right one's.
+
+    Grid: (R x PAIRS x (blocks of rows of X^T, then those of Phi^T), G).
+
+    slots: `Segments` of all chunks; rights: F^T of right segments by borders (`Segments` without S); grads: dX^T (2,
+    borders, G, V + K, K), MOST borders.
+    """
+    lefts: tl.constexpr = (V + BV - 1) // BV + (K + BV - 1) // BV
+    r, i, block = program_part(PAIRS, lefts + (K + BV - 1) // BV)
+    g = tl.program_id(1).to(tl.int64)
+    row = load_row(rows, r, WIDTH)
+    a0, chunks = first_chunk(row.start, top, C), count_chunks(row, C)
+    pair = (a0 >> (lev + 1)) + i
+    n = ((2 * pair + 1) << lev) - a0
+    if (n <= 0) | (n >= chunks):
+        return
+    above, found = enclosing_gradient(pair, lev + 1, levels, a0, chunks, row.base, MOST.to(tl.int64))
+    at = (row.base + n) * G + g
+    dx = grads + (above * G + g) * (V + K) * K
+    left = grads + at * (V + K) * K
+    right = left + MOST.to(tl.int64) * G * (V + K) * K
+    if block < lefts:
+        in_f, first, size, at_r = block_rows(block, V, K, BV)
+        dx_RK = load_matrix(dx + at_r * K, tl.where(found, size - first, 0), K, 0, BV, BK)
+        f_KK = load_matrix(rights.x + at * K * K, K, K, 0, BK, BK)
+        left_RK = load_matrix(left + at_r * K, size - first, K, 0, BV, BK) + dx_RK * tl.load(rights.gamma + at)
+        left_RK = tl.dot(dx_RK, tl.trans(f_KK), left_RK, input_precision=P)
+        store_matrix(left + at_r * K, size - first, K, 0, left_RK, BV, BK)
+        if in_f == 0:
+            store_matrix(right + at_r * K, size - first, K, 0, dx_RK, BV, BK)
+    else:
+        first = (block - lefts) * BV
+        rows_R = tl.where(found, K - first, 0)
+        gamma = tl.load(slots.gamma + at - G)
+        dphi_RK = load_matrix(dx + (V + first) * K, rows_R, K, 0, BV, BK) * gamma
+        dphi_RK = transition_gradient(
+            dphi_RK, slots.x + (at - G) * (V + K) * K, dx, tl.where(found, V + K, 0), first, K, V, BK, BV, BX, P
+        )
+        store_matrix(right + (V + first) * K, K - first, K, 0, dphi_RK, BV, BK)
+
+
+@triton.jit
+def transition_gradient(
+    dphi_RK, x, dx, rows_X, first, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BX: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Return dphi + rows `first` and on of (dX X^T)^T. x: X^T of the left segment; dx: dX^T of the pair, rows_X rows."""
+    for row in range(0, V + K, BX):
+        x_XR = load_matrix(x + row * K, V + K - row, K, first, BX, BV)
+        dx_XK = load_matrix(dx + row * K, rows_X - row, K, 0, BX, BK)
+        dphi_RK = tl.dot(tl.trans(x_XR), dx_XK, dphi_RK, input_precision=P)
+    return dphi_RK
+
+
+@triton.jit
+def left_gradient(dx_RK, left, rows_R, chunk, is_left, K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr):
+    """Return a block of rows of a chunk's dX^T, from that of the pair if it is the pair's left one. chunk: the right
+    one (`PassedChunk`); left: the block of the slot's gradient."""
+    if is_left:
+        y_RC = tl.dot(dx_RK, tl.trans(chunk.k_CK), input_precision=P) * -chunk.to_end_C[None, :]
+        sum_RK = load_matrix(left, rows_R, K, 0, BV, BK) + dx_RK * chunk.total
+        dx_RK = tl.dot(y_RC.to(dx_RK.dtype), chunk.w_CK, sum_RK, input_precision=P).to(dx_RK.dtype)
+    return dx_RK
+
+
+@triton.jit(do_not_specialize=["levels", "top", "N", "MOST"])
+def chunk_gradients(
+    k, rows, terms, slots, grads, sums, levels, top, N, MOST,
+    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Store dk, dw, du^T and the first part of dc of one chunk, from the gradients of the segments of level 1.
+
+    Grid: (R x N, G).
+
+    k: `GroupTensor`; terms: (w, u, c); slots: `Segments` of all chunks; grads: dX^T (2, borders, G, V + K, K), MOST
+    borders; sums: (dk, dw, du, dc) as in `GatheredGradients`.
+    """
+    w, u, c = terms
+    dk, dw, du, dc = sums
+    g = tl.program_id(1).to(tl.int64)
+    batch, at, t_C, here_C, there = program_chunk(rows, N, g, G, WIDTH, C)
+    if not there:
+        return
+    row = load_row(rows, tl.program_id(0) // N, WIDTH)
+    n = tl.program_id(0) % N
+    a0, chunks = first_chunk(row.start, top, C), count_chunks(row, C)
+    a = a0 + n
+    is_left, is_right = ((a & 1) == 0) & (n + 1 < chunks), ((a & 1) == 1) & (n > 0)
+    above, found = enclosing_gradient(a >> 1, 1, levels, a0, chunks, row.base, MOST.to(tl.int64))
+    dx = grads + (above * G + g) * (V + K) * K
+    left = grads + (at + G) * (V + K) * K
+    half = k.ptr.dtype.element_ty
+    at_C = tl.arange(0, C)
+    to_end_C, total = decay_to_end(c, at, C)
+    k_CK = load_tile(k.ptr + batch * k.b + g * k.g, t_C, k.t, here_C, K, 0, BK)
+    next_chunk, _ = load_passed_chunk(k, w, c, row, tl.where(is_left, n + 1, -1), chunks, g, G, K, C, BK)
+    dk_CK = tl.zeros([C, BK], tl.float32)
+    trace = 0.0
+    for at_v in range(0, V, BV):
+        rows_R = tl.where(found, V - at_v, 0)
+        dx_RK = load_matrix(dx + at_v * K, rows_R, K, 0, BV, BK)
+        dx_RK = left_gradient(dx_RK, left + at_v * K, V - at_v, next_chunk, is_left, K, BK, BV, P)
+        du_RC = tl.dot(dx_RK, tl.trans(k_CK), input_precision=P) * to_end_C[None, :]
+        store_matrix(du + (at * V + at_v) * C, V - at_v, C, 0, du_RC, BV, C)
+        u_RC = load_matrix(u + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
+        dk_CK = tl.dot(tl.trans((u_RC * to_end_C[None, :]).to(half)), dx_RK, dk_CK, input_precision=P)
+    for first in range(0, K, BV):
+        rows_R = tl.where(found, K - first, 0)
+        dx_RK = load_matrix(dx + (V + first) * K, rows_R, K, 0, BV, BK)
+        dx_RK = left_gradient(dx_RK, left + (V + first) * K, K - first, next_chunk, is_left, K, BK, BV, P)
+        if is_right:
+            slot = at - G
+            dphi_RK = dx_RK * tl.load(slots.gamma + slot)
+            rows_X = tl.where(found, V + K, 0)
+            x = slots.x + slot * (V + K) * K
+            dx_RK = transition_gradient(dphi_RK, x, dx, rows_X, first, K, V, BK, BV, BX, P).to(half)
+        on_diagonal_RK = (first + tl.arange(0, BV))[:, None] == tl.arange(0, BK)[None, :]
+        trace += tl.sum(tl.where(on_diagonal_RK, dx_RK.to(tl.float32), 0.0))
+        dw_RC = tl.dot(dx_RK, tl.trans(k_CK), input_precision=P) * -to_end_C[None, :]
+        store_matrix(dw + at * C * K, C, K, first, tl.trans(dw_RC), C, BV)
+        w_CR = load_matrix(w + at * C * K, C, K, first, C, BV)
+        dk_CK = tl.dot((w_CR * -to_end_C[:, None]).to(half), dx_RK, dk_CK, input_precision=P)
+    z_C = tl.sum(dk_CK * k_CK, 1)
+    tl.store(dc + at * PARTS * C + at_C, tl.where(at_C == C - 1, total * trace + tl.sum(z_C), 0.0) - z_C)
+    store_matrix(dk + at * C * K, C, K, 0, dk_CK, C, BK)
