@@ -329,7 +329,7 @@ class LogLinearDeltaPlan(DeltaPlan):
             )  # fmt: skip
         chunk_gradients[(s.R * s.N, s.G)](
             GroupTensor.from_tensor(self.k), s.table, (t.w, t.u, t.c), slots, grads, (sums.dk, sums.dw, sums.du, sums.dc),
-            self.levels, self.top, s.N, s.most[0], **s.kernel, BX=s.block, PARTS=self.parts, num_warps=8, num_stages=1,
+            self.levels, self.top, s.N, s.most[0], **s.kernel, BX=s.block, PARTS=self.parts, num_warps=4, num_stages=1,
         )  # fmt: skip
         del slots, rights, grads
         dq, dv, dt = self._chunk_gradients(do, t, sums)

@@ -123,8 +123,10 @@ def group_slots(
     for run in tl.static_range(1 << (LOG_GROUP - 1)):
         x_RK = tl.zeros([BV, BK], tl.float32)
         gamma = 1.0
-        lefts: tl.constexpr = (1 << LOG_GROUP) if run == 0 else (run & -run)  # the longest left segment of the run
-        for step in range(tl.where(in_f, 2 * lefts, lefts) if RIGHTS and run > 0 else lefts):
+        steps = (1 << LOG_GROUP) if run == 0 else (run & -run)
+        if RIGHTS and run > 0:
+            steps = tl.where(in_f, 2 * steps, steps)
+        for step in range(steps):
             n = begin + 2 * run + step - a0
             chunk, at = load_passed_chunk(k, w, c, row, n, chunks, g, G, K, C, BK)
             if in_f:
@@ -142,13 +144,12 @@ def group_slots(
             count = step + 1
             e = begin + 2 * run + count
             is_left = ((count & step) == 0) & ((count < (1 << LOG_GROUP)) | ((group & 1) == 0))
-            if RIGHTS:
-                is_left = is_left & (count <= lefts)
+            if RIGHTS and run > 0:
+                is_left = is_left & (count <= (run & -run))
             if is_left:
                 store_slot(slots, row, e, a0, chunks, g, x_RK, gamma, at_r, size - first, G, K, V, BK, BV)
-        if RIGHTS:
-            if in_f & ((run > 0) | ((group & 1) == 1)):
-                store_right(rights, row, begin + 2 * run, a0, chunks, g, x_RK, gamma, first, G, K, BK, BV)
+        if RIGHTS and (in_f & ((run > 0) | ((group & 1) == 1))):
+            store_right(rights, row, begin + 2 * run, a0, chunks, g, x_RK, gamma, first, G, K, BK, BV)
         if WHOLE and run == 0:
             at = (tl.load(rows + r * WIDTH + 4 + LOG_GROUP) + i) * G + g
             store_matrix(whole.x + (at * (V + K) + at_r) * K, size - first, K, 0, x_RK, BV, BK)
@@ -195,9 +196,8 @@ def join_slots(
     if (pair & 1) == 0:
         e = (pair + 1) << (lev + 1)
         store_slot(slots, row, e, a0, chunks, g, x_RK, gamma * gamma_r, at_r, rows_R, G, K, V, BK, BV)
-    elif RIGHTS:
-        if in_f:
-            store_right(rights, row, pair << (lev + 1), a0, chunks, g, x_RK, gamma * gamma_r, first, G, K, BK, BV)
+    elif RIGHTS and in_f:
+        store_right(rights, row, pair << (lev + 1), a0, chunks, g, x_RK, gamma * gamma_r, first, G, K, BK, BV)
 
 
 @triton.jit
