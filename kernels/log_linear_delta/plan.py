@@ -318,8 +318,9 @@ class LogLinearDeltaPlan(DeltaPlan):
         s = self.sizes
         t = launch_wy_forward(self)
         slots, rights = self.build_slots(t, with_rights=True)
-        sums = self._empty_sums()
-        grads = self.read_slots_backward(do, t, slots, sums)
+        dlevel = torch.zeros(self.level.shape, dtype=torch.float32, device=do.device)
+        dread, dc = s.buffer(s.J, s.C, s.K), s.buffer(2, s.C, dtype=torch.float32)
+        grads = self.read_slots_backward(do, t, slots, dread, dlevel)
         blocks = s.blocks + 2 * -(-s.K // s.block)
         for level in range(self.levels - 1, 0, -1):
             grid, pairs = self.grid(level, blocks)
@@ -327,27 +328,27 @@ class LogLinearDeltaPlan(DeltaPlan):
                 s.table, slots, rights, grads, level, self.levels, self.top, pairs, s.most[0], **s.kernel, BX=s.block,
                 num_warps=4, num_stages=2,
             )  # fmt: skip
+        products, dv, dt = self._chunk_backward(do, t, dread, dlevel, dc)
+        dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=do.device)
+        dk, dw, du = s.buffer(s.C, s.K, dtype=torch.float32), s.buffer(s.C, s.K), s.buffer(s.V, s.C)
         chunk_gradients[(s.R * s.N, s.G)](
-            GroupTensor.from_tensor(self.k), s.table, (t.w, t.u, t.c), slots, grads, (sums.dk, sums.dw, sums.du, sums.dc),
-            self.levels, self.top, s.N, s.most[0], **s.kernel, BX=s.block, PARTS=self.parts, num_warps=4, num_stages=1,
+            *self.queries_keys, s.table, (t.w, t.u, t.c), slots, grads, (*products, dread), (dq, dk, dw, du, dc),
+            self.levels, self.top, self.q.shape[3], s.N, s.J, s.most[0], **s.kernel, BX=s.block, num_warps=4, num_stages=1,
         )  # fmt: skip
         del slots, rights, grads
-        dq, dv, dt = self._chunk_gradients(do, t, sums)
-        gradients = WYOutputGradients(sums.dw, sums.du, sums.dk, sums.dc, dt, dv)
-        dk, dv, dbeta, dgates = launch_wy_backward(self, t, gradients)
-        return dq, dk, dv, dbeta, dgates, sums.dlevel
+        return dq, *launch_wy_backward(self, t, WYOutputGradients(dw, du, dk, dc, dt, dv)), dlevel
 
-    def read_slots_backward(self, do: Tensor, t: WYTerms, slots: Segments, sums: GatheredGradients) -> Tensor:
-        """Return dX^T (2, borders, G, V + K, K) with the gradients of slots from what reads them in the first plane, and
-        fill dread and dlevel of `sums`."""
+    def read_slots_backward(self, do: Tensor, t: WYTerms, slots: Segments, dread: Tensor, dlevel: Tensor) -> Tensor:
+        """Return dX^T (2, borders, G, V + K, K) with the gradients of slots from what reads them in the first plane; fill
+        dread and add to dlevel."""
         s, J = self.sizes, self.sizes.J
         firsts, most = self.slot_reads()
         reads, dreads = (torch.empty(most, s.G, J, s.C, s.K, dtype=s.dtype, device=do.device) for _ in range(2))
         wide = {"BV": min(128, max(16, triton.next_power_of_2(s.V)))}
         outputs, level = HeadTensor.from_tensor(do), LevelTensor.from_tensor(self.level)
         read_backward[(s.R * s.N, s.G * J)](
-            *self.queries_keys, outputs, level, s.table, (t.c, t.w), slots, firsts, reads, dreads, sums.dread,
-            sums.dlevel, self.top, self.q.shape[3], s.N, J, **self.level_options | wide, num_warps=4, num_stages=1,
+            *self.queries_keys, outputs, level, s.table, (t.c, t.w), slots, firsts, reads, dreads, dread, dlevel,
+            self.top, self.q.shape[3], s.N, J, **self.level_options | wide, num_warps=4, num_stages=1,
         )  # fmt: skip
         grads = torch.empty(2, s.most[0], s.G, s.V + s.K, s.K, dtype=s.dtype, device=do.device)
         blocks = -(-s.V // s.block) + -(-s.K // s.block)
@@ -428,21 +429,29 @@ class LogLinearDeltaPlan(DeltaPlan):
             **self.level_options | tiles, PARTS=self.parts, **flags, num_stages=1,
         )  # fmt: skip
 
+    def _chunk_backward(
+        self, do: Tensor, t: WYTerms, dread: Tensor, dlevel: Tensor, dc: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+        """Return ((P, dP . M), the part of dv from inside chunks, dT) of what chunks read of themselves; add to dlevel and
+        store the last part of dc."""
+        s = self.sizes
+        dv = torch.empty(self.v.shape, dtype=self.v.dtype, device=do.device)
+        dt = s.buffer(s.C, s.C, dtype=torch.float32)
+        ps, dps = s.buffer(s.J, s.C, s.C), s.buffer(s.J, s.C, s.C)
+        chunk_backward[(s.R * s.N, s.G)](
+            *self.inputs, HeadTensor.from_tensor(do), s.table, (t.c, t.y, t.w), dread, ps, dps, dv, dt, dlevel, dc,
+            self.q.shape[3], s.N, s.J, **self.level_options | s.wide_kernel, BX=s.features, PARTS=dc.shape[2],
+            num_warps=s.loop_warps, num_stages=1,
+        )  # fmt: skip
+        return (ps, dps), dv, dt
+
     def _chunk_gradients(self, do: Tensor, t: WYTerms, sums: GatheredGradients) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, the part of dv from inside chunks, dT), and add to `sums` what chunks read of themselves."""
         s, parts = self.sizes, self.parts
-        chunks = s.R * s.N
-        dv = torch.empty(self.v.shape, dtype=self.v.dtype, device=do.device)
-        dt = s.buffer(s.C, s.C, dtype=torch.float32)
+        products, dv, dt = self._chunk_backward(do, t, sums.dread, sums.dlevel, sums.dc)
         dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=do.device)
-        ps, dps = s.buffer(s.J, s.C, s.C), s.buffer(s.J, s.C, s.C)
-        chunk_backward[(chunks, s.G)](
-            *self.inputs, HeadTensor.from_tensor(do), s.table, (t.c, t.y, t.w), sums.dread, ps, dps, dv, dt, sums.dlevel,
-            sums.dc, self.q.shape[3], s.N, s.J, **self.level_options | s.wide_kernel, BX=s.features, PARTS=parts,
-            num_warps=s.loop_warps, num_stages=1,
-        )  # fmt: skip
-        chunk_backward_features[(chunks, s.G, parts - 1)](
-            *self.queries_keys, s.table, t.c, ps, dps, sums.dread, dq, sums.dk, sums.dw, sums.dc, self.q.shape[3], s.N,
+        chunk_backward_features[(s.R * s.N, s.G, parts - 1)](
+            *self.queries_keys, s.table, t.c, *products, sums.dread, dq, sums.dk, sums.dw, sums.dc, self.q.shape[3], s.N,
             s.J, **s.kernel, BX=s.features, PARTS=parts, num_warps=4, num_stages=1,
         )  # fmt: skip
         return dq, dv, dt

@@ -15,7 +15,8 @@ a gradient of its own, and to its right one. As dgamma is the trace of dPhi, gam
 
     dX_l += Phi_r^T dX      dS_r = dS      dPhi_r = dX X_l^T + gamma_l dPhi
 
-`chunk_gradients`, all chunks in parallel, does the same at level 0 and ends in a chunk's X = K^T e [u | -w]:
+`chunk_gradients`, all chunks in parallel, does the same at level 0 and ends in a chunk's X = K^T e [u | -w]. What the
+chunk's queries send back is added there (kernels/log_linear_delta/chunk.py):
 
     dK = e [u | -w] dX^T      du = e K dS      dw = -e K dPhi      dgamma = trace dPhi
 
@@ -40,6 +41,7 @@ from surgery.kernels.gated_delta.layout import (
     program_chunk,
     program_chunk_index,
     store_matrix,
+    store_tile,
 )
 from surgery.kernels.log_linear_delta.chunk import query_key_products, read_tile
 from surgery.kernels.log_linear_delta.levels import first_chunk, lambda_at, load_passed_chunk, program_part
@@ -288,19 +290,22 @@ def left_gradient(dx_RK, left, rows_R, chunk, is_left, K: tl.constexpr, BK: tl.c
 
 @triton.jit(do_not_specialize=["levels", "top", "N", "MOST"])
 def chunk_gradients(
-    k, rows, terms, slots, grads, sums, levels, top, N, MOST,
+    q, k, rows, terms, slots, grads, reads, sums, levels, top, T, N, J, MOST,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, PARTS: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Store dk, dw, du^T and the first part of dc of one chunk, from the gradients of the segments of level 1.
+    """Store dq, dk, dw, du^T and the first part of dc of one chunk, from the gradients of the segments of level 1 and
+    from what the chunk's queries read.
 
     Grid: (R x N, G).
 
-    k: `GroupTensor`; terms: (w, u, c); slots: `Segments` of all chunks; grads: dX^T (2, borders, G, V + K, K), MOST
-    borders; sums: (dk, dw, du, dc) as in `GatheredGradients`.
+    q: `HeadTensor`; k: `GroupTensor`; terms: (w, u, c); slots: `Segments` of all chunks; grads: dX^T (2, borders, G, V +
+    K, K), MOST borders; reads: (P, dP . M, dR_0) of `chunk_backward` and `read_backward`; sums: (dq (B, G, J, T, K), dk,
+    dw, du, dc with two parts) as in `GatheredGradients`.
     """
     w, u, c = terms
-    dk, dw, du, dc = sums
+    ps, dps, dread = reads
+    dq, dk, dw, du, dc = sums
     g = tl.program_id(1).to(tl.int64)
     batch, at, t_C, here_C, there = program_chunk(rows, N, g, G, WIDTH, C)
     if not there:
@@ -319,7 +324,6 @@ def chunk_gradients(
     k_CK = load_tile(k.ptr + batch * k.b + g * k.g, t_C, k.t, here_C, K, 0, BK)
     next_chunk, _ = load_passed_chunk(k, w, c, row, tl.where(is_left, n + 1, -1), chunks, g, G, K, C, BK)
     dk_CK = tl.zeros([C, BK], tl.float32)
-    trace = 0.0
     for at_v in range(0, V, BV):
         rows_R = tl.where(found, V - at_v, 0)
         dx_RK = load_matrix(dx + at_v * K, rows_R, K, 0, BV, BK)
@@ -328,6 +332,7 @@ def chunk_gradients(
         store_matrix(du + (at * V + at_v) * C, V - at_v, C, 0, du_RC, BV, C)
         u_RC = load_matrix(u + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
         dk_CK = tl.dot(tl.trans((u_RC * to_end_C[None, :]).to(half)), dx_RK, dk_CK, input_precision=P)
+    trace = 0.0
     for first in range(0, K, BV):
         rows_R = tl.where(found, K - first, 0)
         dx_RK = load_matrix(dx + (V + first) * K, rows_R, K, 0, BV, BK)
@@ -340,10 +345,24 @@ def chunk_gradients(
             dx_RK = transition_gradient(dphi_RK, x, dx, rows_X, first, K, V, BK, BV, BX, P).to(half)
         on_diagonal_RK = (first + tl.arange(0, BV))[:, None] == tl.arange(0, BK)[None, :]
         trace += tl.sum(tl.where(on_diagonal_RK, dx_RK.to(tl.float32), 0.0))
-        dw_RC = tl.dot(dx_RK, tl.trans(k_CK), input_precision=P) * -to_end_C[None, :]
-        store_matrix(dw + at * C * K, C, K, first, tl.trans(dw_RC), C, BV)
         w_CR = load_matrix(w + at * C * K, C, K, first, C, BV)
         dk_CK = tl.dot((w_CR * -to_end_C[:, None]).to(half), dx_RK, dk_CK, input_precision=P)
+        dw_CR = tl.dot(k_CK, tl.trans(dx_RK), input_precision=P) * -to_end_C[:, None]
+        for j in range(J):
+            p_CC = load_matrix(ps + (at * J + j) * C * C, C, C, 0, C, C)
+            dread_CR = load_matrix(dread + (at * J + j) * C * K, C, K, first, C, BV)
+            dw_CR -= tl.dot(tl.trans(p_CC), dread_CR, input_precision=P)
+        store_matrix(dw + at * C * K, C, K, first, dw_CR, C, BV)
     z_C = tl.sum(dk_CK * k_CK, 1)
-    tl.store(dc + at * PARTS * C + at_C, tl.where(at_C == C - 1, total * trace + tl.sum(z_C), 0.0) - z_C)
+    dc_C = tl.where(at_C == C - 1, total * trace + tl.sum(z_C), 0.0) - z_C
+    fade_C = decay_from_start(c, at, C)
+    for j in range(J):
+        q_CK = load_tile(q.ptr + batch * q.b + g * q.g + (0 * g + j) * q.j, t_C, q.t, here_C, K, 0, BK)
+        dp_CC = load_matrix(dps + (at * J + j) * C * C, C, C, 0, C, C)
+        dk_CK = tl.dot(tl.trans(dp_CC), q_CK, dk_CK, input_precision=P)
+        dq_CK = load_matrix(dread + (at * J + j) * C * K, C, K, 0, C, BK) * fade_C[:, None]
+        dc_C += tl.sum(dq_CK * q_CK, 1)
+        dq_CK = tl.dot(dp_CC, k_CK, dq_CK, input_precision=P)
+        store_tile(dq + ((batch * G + g) * J + j) * T * K, t_C, K, here_C, K, 0, dq_CK, BK)
+    tl.store(dc + at * 2 * C + at_C, dc_C)
     store_matrix(dk + at * C * K, C, K, 0, dk_CK, C, BK)
