@@ -28,6 +28,7 @@ from surgery.kernels.log_linear_delta.levels import (
     lowest_levels,
 )
 from surgery.kernels.log_linear_delta.slot_gradients import (
+    SegmentGradients,
     chunk_gradients,
     read_backward,
     slot_gradients,
@@ -325,7 +326,7 @@ class LogLinearDeltaPlan(DeltaPlan):
         for level in range(self.levels - 1, 0, -1):
             grid, pairs = self.grid(level, blocks)
             split_gradients[grid](
-                s.table, slots, rights, grads, level, self.levels, self.top, pairs, s.most[0], **s.kernel, BX=s.block,
+                s.table, slots, rights, grads, level, self.levels, self.top, pairs, s.most[0], **s.kernel,
                 num_warps=4, num_stages=2,
             )  # fmt: skip
         products, dv, dt = self._chunk_backward(do, t, dread, dlevel, dc)
@@ -333,14 +334,15 @@ class LogLinearDeltaPlan(DeltaPlan):
         dk, dw, du = s.buffer(s.C, s.K, dtype=torch.float32), s.buffer(s.C, s.K), s.buffer(s.V, s.C)
         chunk_gradients[(s.R * s.N, s.G)](
             *self.queries_keys, s.table, (t.w, t.u, t.c), slots, grads, (*products, dread), (dq, dk, dw, du, dc),
-            self.levels, self.top, self.q.shape[3], s.N, s.J, s.most[0], **s.kernel, BX=s.block, num_warps=4, num_stages=1,
+            self.levels, self.top, self.q.shape[3], s.N, s.J, s.most[0], **s.kernel, num_warps=4, num_stages=1,
         )  # fmt: skip
         del slots, rights, grads
         return dq, *launch_wy_backward(self, t, WYOutputGradients(dw, du, dk, dc, dt, dv)), dlevel
 
-    def read_slots_backward(self, do: Tensor, t: WYTerms, slots: Segments, dread: Tensor, dlevel: Tensor) -> Tensor:
-        """Return dX^T (2, borders, G, V + K, K) with the gradients of slots from what reads them in the first plane; fill
-        dread and add to dlevel."""
+    def read_slots_backward(
+        self, do: Tensor, t: WYTerms, slots: Segments, dread: Tensor, dlevel: Tensor
+    ) -> SegmentGradients:  # fmt: skip
+        """Return the gradients of slots from what reads them, as those of left segments; fill dread and add to dlevel."""
         s, J = self.sizes, self.sizes.J
         firsts, most = self.slot_reads()
         reads, dreads = (torch.empty(most, s.G, J, s.C, s.K, dtype=s.dtype, device=do.device) for _ in range(2))
@@ -350,7 +352,8 @@ class LogLinearDeltaPlan(DeltaPlan):
             *self.queries_keys, outputs, level, s.table, (t.c, t.w), slots, firsts, reads, dreads, dread, dlevel,
             self.top, self.q.shape[3], s.N, J, **self.level_options | wide, num_warps=4, num_stages=1,
         )  # fmt: skip
-        grads = torch.empty(2, s.most[0], s.G, s.V + s.K, s.K, dtype=s.dtype, device=do.device)
+        phi = torch.empty(2, s.most[0], s.G, s.K, s.K, dtype=s.dtype, device=do.device)
+        grads = SegmentGradients(s.buffer(s.V, s.K), phi)
         blocks = -(-s.V // s.block) + -(-s.K // s.block)
         slot_gradients[(s.R * s.N * blocks, s.G)](
             outputs, level, s.table, firsts, reads, dreads, grads, self.top, s.N, J, **self.level_options, num_warps=4,

@@ -22,13 +22,16 @@ chunk's queries send back is added there (kernels/log_linear_delta/chunk.py):
 
 Border n of a row, 0 < n < its chunks, lies before its n-th chunk: chunk number e = a0 + n. The lowest set bit of e is
 the size of the segments on both sides, so a border stands for its pair: the left segment is slot e, and the chunks that
-read it are those of the right one. Buffers of gradients have two planes: (left or right segment, borders, G, ..).
+read it are those of the right one. dS is stored for left segments only, because a right one has that of its pair.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from surgery.kernels.gated_delta.layout import (
     chunk_tokens,
@@ -46,6 +49,14 @@ from surgery.kernels.gated_delta.layout import (
 from surgery.kernels.log_linear_delta.chunk import query_key_products, read_tile
 from surgery.kernels.log_linear_delta.levels import first_chunk, lambda_at, load_passed_chunk, program_part
 from surgery.kernels.log_linear_delta.slots import block_rows
+
+
+class SegmentGradients(NamedTuple):
+    """By borders, dS^T (borders, G, V, K) of left segments and dPhi^T (2, borders, G, K, K) of left and right ones, in the
+    inputs' dtype. Borders have the entries of chunks; those of a row's first chunks are not used."""
+
+    s: Tensor
+    phi: Tensor
 
 
 @triton.jit
@@ -161,12 +172,12 @@ def slot_gradients(
 
     Grid: (R x N x blocks of rows of X^T, G).
 
-    do: `HeadTensor`; level: `LevelTensor`; firsts, reads, dreads: as in `read_backward`; grads: dX^T (2, borders, G, V +
-    K, K), of which the left segments are stored.
+    do: `HeadTensor`; level: `LevelTensor`; firsts, reads, dreads: as in `read_backward`; grads: `SegmentGradients`, of
+    which the left segments are stored.
     """
     r, n, block = program_part(N, (V + BV - 1) // BV + (K + BV - 1) // BV)
     g = tl.program_id(1).to(tl.int64)
-    in_f, first, size, at_r = block_rows(block, V, K, BV)
+    in_f, first, _, _ = block_rows(block, V, K, BV)
     row = load_row(rows, r, WIDTH)
     a0, chunks = first_chunk(row.start, top, C), count_chunks(row, C)
     if (n == 0) | (n >= chunks):
@@ -174,7 +185,7 @@ def slot_gradients(
     e = a0 + n
     half = reads.dtype.element_ty
     count = tl.minimum(e & -e, chunks - n) * J
-    at_read = (tl.load(firsts + r * N + n) * G + g) * J
+    at, at_read = (row.base + n) * G + g, (tl.load(firsts + r * N + n) * G + g) * J
     dx_RK = tl.zeros([BV, BK], tl.float32)
     if in_f:
         for i in range(tl.where((e & (e - 1)) > a0, count, 0)):
@@ -182,6 +193,7 @@ def slot_gradients(
             r_CK = load_matrix(reads + here, C, K, 0, C, BK)
             dr_CR = load_matrix(dreads + here, C, K, first, C, BV)
             dx_RK = tl.dot(tl.trans(dr_CR), r_CK, dx_RK, input_precision=P)
+        store_matrix(grads.phi + (at * K + first) * K, K - first, K, 0, dx_RK, BV, BK)
     else:
         which = lambda_index(e, row.start, top, C, LOG_C, LAMBDAS)
         do_here = do.ptr + row.batch * do.b + g * do.g
@@ -194,41 +206,90 @@ def slot_gradients(
             lambda_C = tl.load(at_l + j * level.j + t_C * level.t, mask=here_C, other=0.0)
             do_CR = (do_CR * lambda_C[:, None]).to(half)
             dx_RK = tl.dot(tl.trans(do_CR), r_CK, dx_RK, input_precision=P)
-    at = (row.base + n) * G + g
-    store_matrix(grads + (at * (V + K) + at_r) * K, size - first, K, 0, dx_RK, BV, BK)
+        store_matrix(grads.s + (at * V + first) * K, V - first, K, 0, dx_RK, BV, BK)
 
 
 @triton.jit
-def enclosing_gradient(segment, lev, levels, a0, chunks, base, MOST):
-    """Return (place among all borders and both planes of the gradient of the smallest segment around `segment` of level
-    `lev`, itself included, that has a sibling in the row; whether there is one).
+def enclosing_border(segment, lev, levels, a0, chunks, LEFT: tl.constexpr):
+    """Return (the border of the smallest segment around `segment` of level `lev`, itself included, that has a sibling in
+    the row; whether it is the right one; whether there is one). LEFT: only left segments count.
 
     Segments without a sibling have the same chunks of the row as their parent, and so the same gradient. Nothing reads
     a segment without a parent.
     """
-    at = base * 0
-    found = at > 0
+    border, is_right = a0 * 0, a0 * 0
     for up in range(lev, levels):
         here = segment >> (up - lev)
         e = (here | 1) << up
-        is_first = (e > a0) & (e < a0 + chunks) & (found == 0)
-        at = tl.where(is_first, base + e - a0 + (here & 1) * MOST, at)
-        found = found | is_first
-    return at, found
+        is_first = (e > a0) & (e < a0 + chunks) & (border == 0)
+        if LEFT:
+            is_first = is_first & ((here & 1) == 0)
+        border = tl.where(is_first, e - a0, border)
+        is_right = tl.where(is_first, here & 1, is_right)
+    return border, is_right, border > 0
+
+
+class PairGradient(NamedTuple):
+    """Pointers to dS^T (V, K) and dPhi^T (K, K) of a pair of segments, and the rows that these have: 0 instead of V and K
+    if nothing reads the pair."""
+
+    s: tl.tensor
+    phi: tl.tensor
+    rows_s: tl.tensor
+    rows_phi: tl.tensor
+
+
+@triton.jit
+def pair_gradient(
+    pair, lev, levels, a0, chunks, base, g, grads, MOST, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr
+):  # fmt: skip
+    """Return the `PairGradient` of segment `pair` of level `lev`."""
+    border, _, is_read = enclosing_border(pair, lev, levels, a0, chunks, True)
+    s, rows_s = grads.s + ((base + border) * G + g) * V * K, tl.where(is_read, V, 0)
+    border, is_right, is_read = enclosing_border(pair, lev, levels, a0, chunks, False)
+    phi = grads.phi + ((base + border + is_right * MOST) * G + g) * K * K
+    return PairGradient(s, phi, rows_s, tl.where(is_read, K, 0))
+
+
+@triton.jit
+def right_transition_gradient(
+    dx, x, gamma, first, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr
+):  # fmt: skip
+    """Return rows `first` and on of dPhi_r^T = (dX X_l^T)^T + gamma_l dPhi^T. dx: `PairGradient`; x: X_l^T."""
+    dphi_RK = load_matrix(dx.phi + first * K, dx.rows_phi - first, K, 0, BV, BK) * gamma
+    for row in range(0, V, BV):
+        s_VR = load_matrix(x + row * K, V - row, K, first, BV, BV)
+        ds_VK = load_matrix(dx.s + row * K, dx.rows_s - row, K, 0, BV, BK)
+        dphi_RK = tl.dot(tl.trans(s_VR), ds_VK, dphi_RK, input_precision=P)
+    for row in range(0, K, BV):
+        f_KR = load_matrix(x + (V + row) * K, K - row, K, first, BV, BV)
+        dphi_KK = load_matrix(dx.phi + row * K, dx.rows_phi - row, K, 0, BV, BK)
+        dphi_RK = tl.dot(tl.trans(f_KR), dphi_KK, dphi_RK, input_precision=P)
+    return dphi_RK
+
+
+@triton.jit
+def add_left_gradient(
+    left, dx_RK, f_KK, gamma, rows_R, K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr
+):  # fmt: skip
+    """Add a block of rows of (Phi_r^T dX)^T to those of the left segment. f_KK: F_r^T; gamma: gamma_r."""
+    left_RK = load_matrix(left, rows_R, K, 0, BV, BK) + dx_RK * gamma
+    left_RK = tl.dot(dx_RK, tl.trans(f_KK), left_RK, input_precision=P)
+    store_matrix(left, rows_R, K, 0, left_RK, BV, BK)
 
 
 @triton.jit(do_not_specialize=["lev", "levels", "top", "PAIRS", "MOST"])
 def split_gradients(
     rows, slots, rights, grads, lev, levels, top, PAIRS, MOST,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Split the gradient of one pair of segments of level `lev`: add to the left segment's and store the right one's.
 
     Grid: (R x PAIRS x (blocks of rows of X^T, then those of Phi^T), G).
 
-    slots: `Segments` of all chunks; rights: F^T of right segments by borders (`Segments` without S); grads: dX^T (2,
-    borders, G, V + K, K), MOST borders.
+    slots: `Segments` of all chunks; rights: F^T of right segments by borders (`Segments` without S); grads:
+    `SegmentGradients`; MOST: borders.
     """
     lefts: tl.constexpr = (V + BV - 1) // BV + (K + BV - 1) // BV
     r, i, block = program_part(PAIRS, lefts + (K + BV - 1) // BV)
@@ -239,46 +300,30 @@ def split_gradients(
     n = ((2 * pair + 1) << lev) - a0
     if (n <= 0) | (n >= chunks):
         return
-    above, found = enclosing_gradient(pair, lev + 1, levels, a0, chunks, row.base, MOST.to(tl.int64))
+    most = MOST.to(tl.int64)
+    dx = pair_gradient(pair, lev + 1, levels, a0, chunks, row.base, g, grads, most, G, K, V)
     at = (row.base + n) * G + g
-    dx = grads + (above * G + g) * (V + K) * K
-    left = grads + at * (V + K) * K
-    right = left + MOST.to(tl.int64) * G * (V + K) * K
     if block < lefts:
-        in_f, first, size, at_r = block_rows(block, V, K, BV)
-        dx_RK = load_matrix(dx + at_r * K, tl.where(found, size - first, 0), K, 0, BV, BK)
+        in_f, first, _, _ = block_rows(block, V, K, BV)
         f_KK = load_matrix(rights.x + at * K * K, K, K, 0, BK, BK)
-        left_RK = load_matrix(left + at_r * K, size - first, K, 0, BV, BK) + dx_RK * tl.load(rights.gamma + at)
-        left_RK = tl.dot(dx_RK, tl.trans(f_KK), left_RK, input_precision=P)
-        store_matrix(left + at_r * K, size - first, K, 0, left_RK, BV, BK)
-        if in_f == 0:
-            store_matrix(right + at_r * K, size - first, K, 0, dx_RK, BV, BK)
+        gamma = tl.load(rights.gamma + at)
+        if in_f:
+            dx_RK = load_matrix(dx.phi + first * K, dx.rows_phi - first, K, 0, BV, BK)
+            add_left_gradient(grads.phi + (at * K + first) * K, dx_RK, f_KK, gamma, K - first, K, BK, BV, P)
+        else:
+            dx_RK = load_matrix(dx.s + first * K, dx.rows_s - first, K, 0, BV, BK)
+            add_left_gradient(grads.s + (at * V + first) * K, dx_RK, f_KK, gamma, V - first, K, BK, BV, P)
     else:
         first = (block - lefts) * BV
-        rows_R = tl.where(found, K - first, 0)
         gamma = tl.load(slots.gamma + at - G)
-        dphi_RK = load_matrix(dx + (V + first) * K, rows_R, K, 0, BV, BK) * gamma
-        dphi_RK = transition_gradient(
-            dphi_RK, slots.x + (at - G) * (V + K) * K, dx, tl.where(found, V + K, 0), first, K, V, BK, BV, BX, P
-        )
-        store_matrix(right + (V + first) * K, K - first, K, 0, dphi_RK, BV, BK)
+        dphi_RK = right_transition_gradient(dx, slots.x + (at - G) * (V + K) * K, gamma, first, K, V, BK, BV, P)
+        store_matrix(grads.phi + ((at + most * G) * K + first) * K, K - first, K, 0, dphi_RK, BV, BK)
 
 
 @triton.jit
-def transition_gradient(
-    dphi_RK, x, dx, rows_X, first, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    BX: tl.constexpr, P: tl.constexpr,
+def left_gradient(
+    dx_RK, left, rows_R, chunk, is_left, K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr
 ):  # fmt: skip
-    """Return dphi + rows `first` and on of (dX X^T)^T. x: X^T of the left segment; dx: dX^T of the pair, rows_X rows."""
-    for row in range(0, V + K, BX):
-        x_XR = load_matrix(x + row * K, V + K - row, K, first, BX, BV)
-        dx_XK = load_matrix(dx + row * K, rows_X - row, K, 0, BX, BK)
-        dphi_RK = tl.dot(tl.trans(x_XR), dx_XK, dphi_RK, input_precision=P)
-    return dphi_RK
-
-
-@triton.jit
-def left_gradient(dx_RK, left, rows_R, chunk, is_left, K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr):
     """Return a block of rows of a chunk's dX^T, from that of the pair if it is the pair's left one. chunk: the right
     one (`PassedChunk`); left: the block of the slot's gradient."""
     if is_left:
@@ -292,16 +337,16 @@ def left_gradient(dx_RK, left, rows_R, chunk, is_left, K: tl.constexpr, BK: tl.c
 def chunk_gradients(
     q, k, rows, terms, slots, grads, reads, sums, levels, top, T, N, J, MOST,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Store dq, dk, dw, du^T and the first part of dc of one chunk, from the gradients of the segments of level 1 and
     from what the chunk's queries read.
 
     Grid: (R x N, G).
 
-    q: `HeadTensor`; k: `GroupTensor`; terms: (w, u, c); slots: `Segments` of all chunks; grads: dX^T (2, borders, G, V +
-    K, K), MOST borders; reads: (P, dP . M, dR_0) of `chunk_backward` and `read_backward`; sums: (dq (B, G, J, T, K), dk,
-    dw, du, dc with two parts) as in `GatheredGradients`.
+    q: `HeadTensor`; k: `GroupTensor`; terms: (w, u, c); slots: `Segments` of all chunks; grads: `SegmentGradients` of
+    MOST borders; reads: (P, dP . M, dR_0) of `chunk_backward` and `read_backward`; sums: (dq (B, G, J, T, K), dk, dw, du,
+    dc with two parts) as in `GatheredGradients`.
     """
     w, u, c = terms
     ps, dps, dread = reads
@@ -315,9 +360,8 @@ def chunk_gradients(
     a0, chunks = first_chunk(row.start, top, C), count_chunks(row, C)
     a = a0 + n
     is_left, is_right = ((a & 1) == 0) & (n + 1 < chunks), ((a & 1) == 1) & (n > 0)
-    above, found = enclosing_gradient(a >> 1, 1, levels, a0, chunks, row.base, MOST.to(tl.int64))
-    dx = grads + (above * G + g) * (V + K) * K
-    left = grads + (at + G) * (V + K) * K
+    dx = pair_gradient(a >> 1, 1, levels, a0, chunks, row.base, g, grads, MOST.to(tl.int64), G, K, V)
+    left_s, left_phi = grads.s + (at + G) * V * K, grads.phi + (at + G) * K * K
     half = k.ptr.dtype.element_ty
     at_C = tl.arange(0, C)
     to_end_C, total = decay_to_end(c, at, C)
@@ -325,24 +369,19 @@ def chunk_gradients(
     next_chunk, _ = load_passed_chunk(k, w, c, row, tl.where(is_left, n + 1, -1), chunks, g, G, K, C, BK)
     dk_CK = tl.zeros([C, BK], tl.float32)
     for at_v in range(0, V, BV):
-        rows_R = tl.where(found, V - at_v, 0)
-        dx_RK = load_matrix(dx + at_v * K, rows_R, K, 0, BV, BK)
-        dx_RK = left_gradient(dx_RK, left + at_v * K, V - at_v, next_chunk, is_left, K, BK, BV, P)
+        dx_RK = load_matrix(dx.s + at_v * K, dx.rows_s - at_v, K, 0, BV, BK)
+        dx_RK = left_gradient(dx_RK, left_s + at_v * K, V - at_v, next_chunk, is_left, K, BK, BV, P)
         du_RC = tl.dot(dx_RK, tl.trans(k_CK), input_precision=P) * to_end_C[None, :]
         store_matrix(du + (at * V + at_v) * C, V - at_v, C, 0, du_RC, BV, C)
         u_RC = load_matrix(u + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
         dk_CK = tl.dot(tl.trans((u_RC * to_end_C[None, :]).to(half)), dx_RK, dk_CK, input_precision=P)
     trace = 0.0
     for first in range(0, K, BV):
-        rows_R = tl.where(found, K - first, 0)
-        dx_RK = load_matrix(dx + (V + first) * K, rows_R, K, 0, BV, BK)
-        dx_RK = left_gradient(dx_RK, left + (V + first) * K, K - first, next_chunk, is_left, K, BK, BV, P)
+        dx_RK = load_matrix(dx.phi + first * K, dx.rows_phi - first, K, 0, BV, BK)
+        dx_RK = left_gradient(dx_RK, left_phi + first * K, K - first, next_chunk, is_left, K, BK, BV, P)
         if is_right:
-            slot = at - G
-            dphi_RK = dx_RK * tl.load(slots.gamma + slot)
-            rows_X = tl.where(found, V + K, 0)
-            x = slots.x + slot * (V + K) * K
-            dx_RK = transition_gradient(dphi_RK, x, dx, rows_X, first, K, V, BK, BV, BX, P).to(half)
+            x, gamma = slots.x + (at - G) * (V + K) * K, tl.load(slots.gamma + at - G)
+            dx_RK = right_transition_gradient(dx, x, gamma, first, K, V, BK, BV, P).to(half)
         on_diagonal_RK = (first + tl.arange(0, BV))[:, None] == tl.arange(0, BK)[None, :]
         trace += tl.sum(tl.where(on_diagonal_RK, dx_RK.to(tl.float32), 0.0))
         w_CR = load_matrix(w + at * C * K, C, K, first, C, BV)
