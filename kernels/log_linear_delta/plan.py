@@ -308,11 +308,14 @@ class LogLinearDeltaPlan(DeltaPlan):
     @property
     def has_slots_backward(self) -> bool:
         """Whether the backward goes through slots (kernels/log_linear_delta/slot_gradients.py) instead of every level:
-        where the forward reads slots, there is more than one chunk, and for few query heads of a group.
+        where the forward reads slots and there is more than one chunk, for features up to the values and few query
+        heads of a group.
 
-        Each of these takes its rows through every slot that it reads, where states pass through levels once for all.
+        With twice as many features as values, the products with transitions are a third more than those of the levels.
+        Each query head takes its rows through every slot that it reads, where states pass through levels once for all.
         """
-        return SLOTS_BACKWARD and self.has_slots and self.levels > 0 and self.sizes.J <= MOST_SLOT_HEADS
+        s = self.sizes
+        return SLOTS_BACKWARD and self.has_slots and self.levels > 0 and s.K <= s.V and s.J <= MOST_SLOT_HEADS
 
     def slots_backward(self, do: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v, beta, gates and level."""

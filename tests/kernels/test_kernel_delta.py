@@ -137,7 +137,7 @@ TREES = [  # B, G, J, T, F, V, shared; levels; starts; gates
     ((2, 1, 1, 40, 16, 16, True), 12, (21, 1009), "mild"),
     ((1, 1, 2, 70, 24, 16, False), 3, (0,), "mild"),
     ((1, 1, 1, 600, 16, 16, False), 12, (1_105,), "mild"),  # segments of more than eight chunks
-    ((1, 2, 2, 420, 24, 16, True), 4, (32 * 61 + 5,), "extreme"),  # a border of the highest level, two query heads
+    ((1, 2, 2, 420, 24, 40, True), 4, (32 * 61 + 5,), "extreme"),  # a border of the highest level, two query heads
 ]
 
 
@@ -146,9 +146,10 @@ def test_log_linear_delta(shape, levels, starts, gates):
     check_log_linear(shape, gates, torch.float32, starts, levels, chunk=32)
 
 
-def test_log_linear_delta_in_half_precision():
+@pytest.mark.parametrize("values", [40, 72])
+def test_log_linear_delta_in_half_precision(values):
     """Tiles of 128 features, and two query heads; the interpreter multiplies no bfloat16."""
-    check_log_linear((1, 1, 2, 200, 72, 40, False), "mild", torch.float16, (0,))
+    check_log_linear((1, 1, 2, 200, 72, values, False), "mild", torch.float16, (0,))
 
 
 LARGE = [320, 512, 1024]  # features of heads of 80, 128 and 256 dims with both forms of RoPE and Hedgehog
@@ -185,8 +186,7 @@ def test_many_features_large(features, values, dtype):
 def test_backward_by_levels(monkeypatch, shape, levels, starts, gates):
     from surgery.kernels.log_linear_delta import plan as launch
 
-    if shape[2] <= launch.MOST_SLOT_HEADS:
-        monkeypatch.setattr(launch, "SLOTS_BACKWARD", False)
+    monkeypatch.setattr(launch, "SLOTS_BACKWARD", shape[2] > launch.MOST_SLOT_HEADS)
     monkeypatch.setattr(launch.LogLinearDeltaPlan, "slots_backward", None)
     check_log_linear(shape, gates, torch.float32, starts, levels, chunk=32)
 
