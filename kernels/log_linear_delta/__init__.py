@@ -23,8 +23,8 @@ what several programs of a kernel read counts once, and million FLOP of products
 | backward level by level | 2,180 | 95 |
 | backward by slots | 1,540 | 99 |
 
-Twice the chunks add 40 KiB and 5 MFLOP to the backward by slots, 152 KiB and 8 MFLOP to that level by level. Launches for
-256 chunks of rows with a start: 25 by slots, 32 level by level in two groups of levels.
+Twice the chunks add 40 KiB and 5 MFLOP to the backward by slots, 152 KiB and 8 MFLOP to that level by level. Kernels
+launched for 256 chunks of rows with a start: 22 by slots, 25 level by level, 32 with the levels in two groups.
 
 With V = 64 the forward by slots moves 310 KiB instead of 424, with 24 MFLOP instead of 18.
 

@@ -357,10 +357,12 @@ class LogLinearDeltaPlan(DeltaPlan):
         )  # fmt: skip
         phi = torch.empty(2, s.most[0], s.G, s.K, s.K, dtype=s.dtype, device=do.device)
         grads = SegmentGradients(s.buffer(s.V, s.K), phi)
-        blocks = -(-s.V // s.block) + -(-s.K // s.block)
+        # Large tiles, since each block reads all of R, and two programs on a multiprocessor.
+        block, warps, registers = (128, 8, 128) if s.block_k == 128 else (s.block, 4, None)
+        blocks = -(-s.V // block) + -(-s.K // block)
         slot_gradients[(s.R * s.N * blocks, s.G)](
-            outputs, level, s.table, firsts, reads, dreads, grads, self.top, s.N, J, **self.level_options, num_warps=4,
-            num_stages=3,
+            outputs, level, s.table, firsts, reads, dreads, grads, self.top, s.N, J,
+            **self.level_options | {"BV": block}, num_warps=warps, num_stages=3, maxnreg=registers,
         )  # fmt: skip
         return grads
 
