@@ -335,9 +335,10 @@ class LogLinearDeltaPlan(DeltaPlan):
         products, dv, dt = self._chunk_backward(do, t, dread, dlevel, dc)
         dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=do.device)
         dk, dw, du = s.buffer(s.C, s.K, dtype=torch.float32), s.buffer(s.C, s.K), s.buffer(s.V, s.C)
-        chunk_gradients[(s.R * s.N, s.G)](
+        grid, pairs = self.grid(0, 1)
+        chunk_gradients[grid](
             *self.queries_keys, s.table, (t.w, t.u, t.c), slots, grads, (*products, dread), (dq, dk, dw, du, dc),
-            self.levels, self.top, self.q.shape[3], s.N, s.J, s.most[0], **s.kernel, num_warps=4, num_stages=1,
+            self.levels, self.top, self.q.shape[3], pairs, s.J, s.most[0], **s.kernel, num_warps=4, num_stages=1,
         )  # fmt: skip
         del slots, rights, grads
         return dq, *launch_wy_backward(self, t, WYOutputGradients(dw, du, dk, dc, dt, dv)), dlevel

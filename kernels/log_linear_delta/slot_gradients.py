@@ -253,16 +253,18 @@ def pair_gradient(
 
 @triton.jit
 def right_transition_gradient(
-    dx, x, gamma, first, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr
+    dx, x, here, gamma, first, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr
 ):  # fmt: skip
-    """Return rows `first` and on of dPhi_r^T = (dX X_l^T)^T + gamma_l dPhi^T. dx: `PairGradient`; x: X_l^T."""
+    """Return rows `first` and on of dPhi_r^T = (dX X_l^T)^T + gamma_l dPhi^T. dx: `PairGradient`; x: X_l^T, zeros unless
+    `here`."""
     dphi_RK = load_matrix(dx.phi + first * K, dx.rows_phi - first, K, 0, BV, BK) * gamma
+    rows_s, rows_f = tl.where(here, V, 0), tl.where(here, K, 0)
     for row in range(0, V, BV):
-        s_VR = load_matrix(x + row * K, V - row, K, first, BV, BV)
+        s_VR = load_matrix(x + row * K, rows_s - row, K, first, BV, BV)
         ds_VK = load_matrix(dx.s + row * K, dx.rows_s - row, K, 0, BV, BK)
         dphi_RK = tl.dot(tl.trans(s_VR), ds_VK, dphi_RK, input_precision=P)
     for row in range(0, K, BV):
-        f_KR = load_matrix(x + (V + row) * K, K - row, K, first, BV, BV)
+        f_KR = load_matrix(x + (V + row) * K, rows_f - row, K, first, BV, BV)
         dphi_KK = load_matrix(dx.phi + row * K, dx.rows_phi - row, K, 0, BV, BK)
         dphi_RK = tl.dot(tl.trans(f_KR), dphi_KK, dphi_RK, input_precision=P)
     return dphi_RK
@@ -316,72 +318,62 @@ def split_gradients(
     else:
         first = (block - lefts) * BV
         gamma = tl.load(slots.gamma + at - G)
-        dphi_RK = right_transition_gradient(dx, slots.x + (at - G) * (V + K) * K, gamma, first, K, V, BK, BV, P)
+        x = slots.x + (at - G) * (V + K) * K
+        dphi_RK = right_transition_gradient(dx, x, n > 0, gamma, first, K, V, BK, BV, P)
         store_matrix(grads.phi + ((at + most * G) * K + first) * K, K - first, K, 0, dphi_RK, BV, BK)
 
 
 @triton.jit
 def left_gradient(
-    dx_RK, left, rows_R, chunk, is_left, K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr
+    dx_RK, left, rows_R, right, K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr
 ):  # fmt: skip
-    """Return a block of rows of a chunk's dX^T, from that of the pair if it is the pair's left one. chunk: the right
-    one (`PassedChunk`); left: the block of the slot's gradient."""
-    if is_left:
-        y_RC = tl.dot(dx_RK, tl.trans(chunk.k_CK), input_precision=P) * -chunk.to_end_C[None, :]
-        sum_RK = load_matrix(left, rows_R, K, 0, BV, BK) + dx_RK * chunk.total
-        dx_RK = tl.dot(y_RC.to(dx_RK.dtype), chunk.w_CK, sum_RK, input_precision=P).to(dx_RK.dtype)
-    return dx_RK
+    """Return a block of rows of the left chunk's dX^T from that of its pair. left: the block of the slot's own gradient;
+    right: the right chunk (`PassedChunk`)."""
+    y_RC = tl.dot(dx_RK, tl.trans(right.k_CK), input_precision=P) * -right.to_end_C[None, :]
+    sum_RK = load_matrix(left, rows_R, K, 0, BV, BK) + dx_RK * right.total
+    return tl.dot(y_RC.to(dx_RK.dtype), right.w_CK, sum_RK, input_precision=P).to(dx_RK.dtype)
 
 
-@triton.jit(do_not_specialize=["levels", "top", "N", "MOST"])
-def chunk_gradients(
-    q, k, rows, terms, slots, grads, reads, sums, levels, top, T, N, J, MOST,
-    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
+@triton.jit
+def one_chunk_gradients(
+    n, row, chunks, g, dx, q, k, terms, slots, grads, reads, sums, T, J, G: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Store dq, dk, dw, du^T and the first part of dc of one chunk, from the gradients of the segments of level 1 and
-    from what the chunk's queries read.
-
-    Grid: (R x N, G).
-
-    q: `HeadTensor`; k: `GroupTensor`; terms: (w, u, c); slots: `Segments` of all chunks; grads: `SegmentGradients` of
-    MOST borders; reads: (P, dP . M, dR_0) of `chunk_backward` and `read_backward`; sums: (dq (B, G, J, T, K), dk, dw, du,
-    dc with two parts) as in `GatheredGradients`.
-    """
+    """Store the gradients of the row's n-th chunk, which is the left one of its pair or with RIGHT the right one. dx:
+    `PairGradient`; others as in `chunk_gradients`."""
     w, u, c = terms
     ps, dps, dread = reads
     dq, dk, dw, du, dc = sums
-    g = tl.program_id(1).to(tl.int64)
-    batch, at, t_C, here_C, there = program_chunk(rows, N, g, G, WIDTH, C)
-    if not there:
-        return
-    row = load_row(rows, tl.program_id(0) // N, WIDTH)
-    n = tl.program_id(0) % N
-    a0, chunks = first_chunk(row.start, top, C), count_chunks(row, C)
-    a = a0 + n
-    is_left, is_right = ((a & 1) == 0) & (n + 1 < chunks), ((a & 1) == 1) & (n > 0)
-    dx = pair_gradient(a >> 1, 1, levels, a0, chunks, row.base, g, grads, MOST.to(tl.int64), G, K, V)
-    left_s, left_phi = grads.s + (at + G) * V * K, grads.phi + (at + G) * K * K
+    at = (row.base + n) * G + g
+    t_C, here_C = chunk_tokens(n, row, C)
     half = k.ptr.dtype.element_ty
     at_C = tl.arange(0, C)
     to_end_C, total = decay_to_end(c, at, C)
-    k_CK = load_tile(k.ptr + batch * k.b + g * k.g, t_C, k.t, here_C, K, 0, BK)
-    next_chunk, _ = load_passed_chunk(k, w, c, row, tl.where(is_left, n + 1, -1), chunks, g, G, K, C, BK)
+    k_here = k.ptr + row.batch * k.b + g * k.g
+    k_CK = load_tile(k_here, t_C, k.t, here_C, K, 0, BK)
+    has_sibling = (n > 0) if RIGHT else (n + 1 < chunks)
+    if RIGHT:
+        gamma = tl.load(slots.gamma + at - G, mask=has_sibling, other=1.0)
+        x = slots.x + (at - G) * (V + K) * K
+    else:
+        right, at_right = load_passed_chunk(k, w, c, row, n + 1, chunks, g, G, K, C, BK)
+        rows_s, rows_phi = tl.where(has_sibling, V, 0), tl.where(has_sibling, K, 0)
     dk_CK = tl.zeros([C, BK], tl.float32)
     for at_v in range(0, V, BV):
         dx_RK = load_matrix(dx.s + at_v * K, dx.rows_s - at_v, K, 0, BV, BK)
-        dx_RK = left_gradient(dx_RK, left_s + at_v * K, V - at_v, next_chunk, is_left, K, BK, BV, P)
+        if not RIGHT:
+            dx_RK = left_gradient(dx_RK, grads.s + (at_right * V + at_v) * K, rows_s - at_v, right, K, BK, BV, P)
         du_RC = tl.dot(dx_RK, tl.trans(k_CK), input_precision=P) * to_end_C[None, :]
         store_matrix(du + (at * V + at_v) * C, V - at_v, C, 0, du_RC, BV, C)
         u_RC = load_matrix(u + (at * V + at_v) * C, V - at_v, C, 0, BV, C)
         dk_CK = tl.dot(tl.trans((u_RC * to_end_C[None, :]).to(half)), dx_RK, dk_CK, input_precision=P)
     trace = 0.0
     for first in range(0, K, BV):
-        dx_RK = load_matrix(dx.phi + first * K, dx.rows_phi - first, K, 0, BV, BK)
-        dx_RK = left_gradient(dx_RK, left_phi + first * K, K - first, next_chunk, is_left, K, BK, BV, P)
-        if is_right:
-            x, gamma = slots.x + (at - G) * (V + K) * K, tl.load(slots.gamma + at - G)
-            dx_RK = right_transition_gradient(dx, x, gamma, first, K, V, BK, BV, P).to(half)
+        if RIGHT:
+            dx_RK = right_transition_gradient(dx, x, has_sibling, gamma, first, K, V, BK, BV, P).to(half)
+        else:
+            dx_RK = load_matrix(dx.phi + first * K, dx.rows_phi - first, K, 0, BV, BK)
+            dx_RK = left_gradient(dx_RK, grads.phi + (at_right * K + first) * K, rows_phi - first, right, K, BK, BV, P)
         on_diagonal_RK = (first + tl.arange(0, BV))[:, None] == tl.arange(0, BK)[None, :]
         trace += tl.sum(tl.where(on_diagonal_RK, dx_RK.to(tl.float32), 0.0))
         w_CR = load_matrix(w + at * C * K, C, K, first, C, BV)
@@ -392,16 +384,45 @@ def chunk_gradients(
             dread_CR = load_matrix(dread + (at * J + j) * C * K, C, K, first, C, BV)
             dw_CR -= tl.dot(tl.trans(p_CC), dread_CR, input_precision=P)
         store_matrix(dw + at * C * K, C, K, first, dw_CR, C, BV)
+    k_CK = load_tile(k_here, t_C, k.t, here_C, K, 0, BK)  # again: it takes no registers before
     z_C = tl.sum(dk_CK * k_CK, 1)
     dc_C = tl.where(at_C == C - 1, total * trace + tl.sum(z_C), 0.0) - z_C
     fade_C = decay_from_start(c, at, C)
     for j in range(J):
-        q_CK = load_tile(q.ptr + batch * q.b + g * q.g + (0 * g + j) * q.j, t_C, q.t, here_C, K, 0, BK)
+        q_CK = load_tile(q.ptr + row.batch * q.b + g * q.g + (0 * g + j) * q.j, t_C, q.t, here_C, K, 0, BK)
         dp_CC = load_matrix(dps + (at * J + j) * C * C, C, C, 0, C, C)
         dk_CK = tl.dot(tl.trans(dp_CC), q_CK, dk_CK, input_precision=P)
         dq_CK = load_matrix(dread + (at * J + j) * C * K, C, K, 0, C, BK) * fade_C[:, None]
         dc_C += tl.sum(dq_CK * q_CK, 1)
         dq_CK = tl.dot(dp_CC, k_CK, dq_CK, input_precision=P)
-        store_tile(dq + ((batch * G + g) * J + j) * T * K, t_C, K, here_C, K, 0, dq_CK, BK)
+        store_tile(dq + ((row.batch * G + g) * J + j) * T * K, t_C, K, here_C, K, 0, dq_CK, BK)
     tl.store(dc + at * 2 * C + at_C, dc_C)
     store_matrix(dk + at * C * K, C, K, 0, dk_CK, C, BK)
+
+
+@triton.jit(do_not_specialize=["levels", "top", "PAIRS", "MOST"])
+def chunk_gradients(
+    q, k, rows, terms, slots, grads, reads, sums, levels, top, T, PAIRS, J, MOST,
+    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Store dq, dk, dw, du^T and the first part of dc of two chunks, from the gradients of the segments of level 1 and
+    from what the chunks' queries read.
+
+    Grid: (R x PAIRS, G).
+
+    q: `HeadTensor`; k: `GroupTensor`; terms: (w, u, c); slots: `Segments` of all chunks; grads: `SegmentGradients` of
+    MOST borders; reads: (P, dP . M, dR_0) of `chunk_backward` and `read_backward`; sums: (dq (B, G, J, T, K), dk, dw, du,
+    dc with two parts) as in `GatheredGradients`.
+    """
+    r, i, g = tl.program_id(0) // PAIRS, tl.program_id(0) % PAIRS, tl.program_id(1).to(tl.int64)
+    row = load_row(rows, r, WIDTH)
+    a0, chunks = first_chunk(row.start, top, C), count_chunks(row, C)
+    pair = (a0 >> 1) + i
+    dx = pair_gradient(pair, 1, levels, a0, chunks, row.base, g, grads, MOST.to(tl.int64), G, K, V)
+    for right in tl.static_range(2):
+        n = 2 * pair + right - a0
+        if (n >= 0) & (n < chunks):
+            one_chunk_gradients(
+                n, row, chunks, g, dx, q, k, terms, slots, grads, reads, sums, T, J, G, K, V, C, BK, BV, P, right == 1
+            )
