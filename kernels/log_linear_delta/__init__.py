@@ -30,7 +30,7 @@ With V = 64 the forward by slots moves 310 KiB instead of 424, with 24 MFLOP ins
 
 One H200, bf16, B = 2, 48 heads, V = 64, K = 128, keys shared by the heads, all levels one by one (2026-11-21), ms forward
 / with its backward: 0.91 / 4.7 for 4,096 tokens, 1.7 / 9.8 for 8,192, 7.5 / 50 for 32,768, 16 / 117 for 65,536. The
-backward by slots has not been timed yet. The reference takes 36 times as long at 1,024, so the kernel is used wherever it
+backward by slots is not timed yet. The reference takes 36 times as long at 1,024, so the kernel is used wherever it
 accepts the arguments.
 """
 

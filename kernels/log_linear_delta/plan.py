@@ -176,8 +176,9 @@ class LogLinearDeltaPlan(DeltaPlan):
         return Segments(x, torch.empty(entries, s.G, dtype=torch.float32, device=device))
 
     def build_slots(self, t: WYTerms, with_rights: bool = False) -> tuple[Segments, Segments]:
-        """Return (the slots of all chunks, with_rights: F^T of the right segments of level 1 and more by borders, else the
-        slots again): those of groups of chunks in one launch, then one launch for each level."""
+        """Return (the slots of all chunks, F^T of the right segments of level 1 and more by borders): those of groups of
+        chunks in one launch, then one launch for each level. with_rights False: the slots again in place of these.
+        """
         s = self.sizes
         every = s.V + s.K
         slots = self.segments(s.most[0], s.dtype, every)
@@ -188,8 +189,8 @@ class LogLinearDeltaPlan(DeltaPlan):
         groups, is_whole = ((s.N - 1) >> LOG_GROUP) + 2, self.levels > LOG_GROUP + 1
         whole = self.segments(s.most[LOG_GROUP], torch.float32, every) if is_whole else slots
         group_slots[(s.R * groups * blocks, s.G)](
-            GroupTensor.from_tensor(self.k), (t.w, t.u, t.c), s.table, slots, whole, rights, self.top, groups, **s.kernel,
-            LOG_GROUP=LOG_GROUP, WHOLE=is_whole, RIGHTS=with_rights, num_warps=4, num_stages=2,
+            GroupTensor.from_tensor(self.k), (t.w, t.u, t.c), s.table, slots, whole, rights, self.top, groups,
+            **s.kernel, LOG_GROUP=LOG_GROUP, WHOLE=is_whole, RIGHTS=with_rights, num_warps=4, num_stages=2,
         )  # fmt: skip
         for level in range(LOG_GROUP, self.levels - 1):
             grid, pairs = self.grid(level, blocks)
@@ -346,7 +347,7 @@ class LogLinearDeltaPlan(DeltaPlan):
     def read_slots_backward(
         self, do: Tensor, t: WYTerms, slots: Segments, dread: Tensor, dlevel: Tensor
     ) -> SegmentGradients:  # fmt: skip
-        """Return the gradients of slots from what reads them, as those of left segments; fill dread and add to dlevel."""
+        """Return the gradients of slots from what reads them, as those of left segments; fill dread, add to dlevel."""
         s, J = self.sizes, self.sizes.J
         firsts, most = self.slot_reads()
         reads, dreads = (torch.empty(most, s.G, J, s.C, s.K, dtype=s.dtype, device=do.device) for _ in range(2))
@@ -368,7 +369,7 @@ class LogLinearDeltaPlan(DeltaPlan):
         return grads
 
     def slot_reads(self) -> tuple[Tensor, int]:
-        """Return (firsts (R, N): how many reads of slots come before those of each border's slot, a bound of all reads).
+        """Return (firsts (R, N): the reads of slots before those of each border's slot, a bound of all reads).
 
         The slot of border n, of chunk number e, is read by as many chunks as the lowest set bit of e says, if the row
         has them. A row of n chunks from number 0 on has at most n log2(n) / 2 reads; from another number on, n more.
@@ -441,8 +442,8 @@ class LogLinearDeltaPlan(DeltaPlan):
     def _chunk_backward(
         self, do: Tensor, t: WYTerms, dread: Tensor, dlevel: Tensor, dc: Tensor
     ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-        """Return ((P, dP . M), the part of dv from inside chunks, dT) of what chunks read of themselves; add to dlevel and
-        store the last part of dc."""
+        """Return ((P, dP . M), the part of dv from inside chunks, dT) of what chunks read of themselves; add to dlevel
+        and store the last part of dc."""
         s = self.sizes
         dv = torch.empty(self.v.shape, dtype=self.v.dtype, device=do.device)
         dt = s.buffer(s.C, s.C, dtype=torch.float32)
@@ -460,7 +461,7 @@ class LogLinearDeltaPlan(DeltaPlan):
         products, dv, dt = self._chunk_backward(do, t, sums.dread, sums.dlevel, sums.dc)
         dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=do.device)
         chunk_backward_features[(s.R * s.N, s.G, parts - 1)](
-            *self.queries_keys, s.table, t.c, *products, sums.dread, dq, sums.dk, sums.dw, sums.dc, self.q.shape[3], s.N,
-            s.J, **s.kernel, BX=s.features, PARTS=parts, num_warps=4, num_stages=1,
+            *self.queries_keys, s.table, t.c, *products, sums.dread, dq, sums.dk, sums.dw, sums.dc, self.q.shape[3],
+            s.N, s.J, **s.kernel, BX=s.features, PARTS=parts, num_warps=4, num_stages=1,
         )  # fmt: skip
         return dq, dv, dt

@@ -52,8 +52,8 @@ from surgery.kernels.log_linear_delta.slots import block_rows
 
 
 class SegmentGradients(NamedTuple):
-    """By borders, dS^T (borders, G, V, K) of left segments and dPhi^T (2, borders, G, K, K) of left and right ones, in the
-    inputs' dtype. Borders have the entries of chunks; those of a row's first chunks are not used."""
+    """By borders, dS^T (borders, G, V, K) of left segments and dPhi^T (2, borders, G, K, K) of left and right ones, in
+    the inputs' dtype. Border n of a row has the entry of its n-th chunk."""
 
     s: Tensor
     phi: Tensor
@@ -211,8 +211,8 @@ def slot_gradients(
 
 @triton.jit
 def enclosing_border(segment, lev, levels, a0, chunks, LEFT: tl.constexpr):
-    """Return (the border of the smallest segment around `segment` of level `lev`, itself included, that has a sibling in
-    the row; whether it is the right one; whether there is one). LEFT: only left segments count.
+    """Return (the border of the smallest segment around `segment` of level `lev`, itself included, that has a sibling
+    in the row; whether it is the right one; whether there is one). LEFT: only left segments count.
 
     Segments without a sibling have the same chunks of the row as their parent, and so the same gradient. Nothing reads
     a segment without a parent.
@@ -230,8 +230,8 @@ def enclosing_border(segment, lev, levels, a0, chunks, LEFT: tl.constexpr):
 
 
 class PairGradient(NamedTuple):
-    """Pointers to dS^T (V, K) and dPhi^T (K, K) of a pair of segments, and the rows that these have: 0 instead of V and K
-    if nothing reads the pair."""
+    """Pointers to dS^T (V, K) and dPhi^T (K, K) of a pair of segments, and the rows that these have: 0 instead of V and
+    K if nothing reads the pair."""
 
     s: tl.tensor
     phi: tl.tensor
@@ -255,8 +255,8 @@ def pair_gradient(
 def right_transition_gradient(
     dx, x, here, gamma, first, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr
 ):  # fmt: skip
-    """Return rows `first` and on of dPhi_r^T = (dX X_l^T)^T + gamma_l dPhi^T. dx: `PairGradient`; x: X_l^T, zeros unless
-    `here`."""
+    """Return rows `first` and on of dPhi_r^T = (dX X_l^T)^T + gamma_l dPhi^T. dx: `PairGradient`; x: X_l^T, zeros
+    unless `here`."""
     dphi_RK = load_matrix(dx.phi + first * K, dx.rows_phi - first, K, 0, BV, BK) * gamma
     rows_s, rows_f = tl.where(here, V, 0), tl.where(here, K, 0)
     for row in range(0, V, BV):
@@ -327,8 +327,8 @@ def split_gradients(
 def left_gradient(
     dx_RK, left, rows_R, right, K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr
 ):  # fmt: skip
-    """Return a block of rows of the left chunk's dX^T from that of its pair. left: the block of the slot's own gradient;
-    right: the right chunk (`PassedChunk`)."""
+    """Return a block of rows of the left chunk's dX^T from that of its pair. left: the block of the slot's own
+    gradient; right: the right chunk (`PassedChunk`)."""
     y_RC = tl.dot(dx_RK, tl.trans(right.k_CK), input_precision=P) * -right.to_end_C[None, :]
     sum_RK = load_matrix(left, rows_R, K, 0, BV, BK) + dx_RK * right.total
     return tl.dot(y_RC.to(dx_RK.dtype), right.w_CK, sum_RK, input_precision=P).to(dx_RK.dtype)
@@ -412,8 +412,8 @@ def chunk_gradients(
     Grid: (R x PAIRS, G).
 
     q: `HeadTensor`; k: `GroupTensor`; terms: (w, u, c); slots: `Segments` of all chunks; grads: `SegmentGradients` of
-    MOST borders; reads: (P, dP . M, dR_0) of `chunk_backward` and `read_backward`; sums: (dq (B, G, J, T, K), dk, dw, du,
-    dc with two parts) as in `GatheredGradients`.
+    MOST borders; reads: (P, dP . M, dR_0) of `chunk_backward` and `read_backward`; sums: (dq (B, G, J, T, K), dk, dw,
+    du, dc with two parts) as in `GatheredGradients`.
     """
     r, i, g = tl.program_id(0) // PAIRS, tl.program_id(0) % PAIRS, tl.program_id(1).to(tl.int64)
     row = load_row(rows, r, WIDTH)
