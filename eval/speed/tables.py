@@ -9,6 +9,7 @@ from typing import Any
 from surgery.core.errors import SurgeryError
 from surgery.eval.speed.context_tables import save_speed_plot, speed_markdown, speed_tables
 from surgery.eval.speed.serve_tables import reproduction, save_serve_plot, serve_markdown, serve_tables
+from surgery.planning.measured_times import CAPTURED, IN_A_ROW
 
 ResultRow = dict[str, Any]  # of surgery.eval.speed.timer, which brings torch
 
@@ -62,7 +63,7 @@ def result_grids(rows: list[ResultRow]) -> list[tuple[str, list[int], list[tuple
             grids.append(
                 _make_grid(f"{title}, peak GB beside weights", here, lambda row: format_in_units(row.get("peak"), 1e9))
             )
-        if kind == "decode" and "graph" not in title:
+        if kind == "decode" and not title.endswith((CAPTURED, IN_A_ROW)):
             grids.append(_make_grid(f"{title}, cache in MB", here, lambda row: format_in_units(row.get("cache"), 1e6)))
     return grids
 
@@ -158,42 +159,16 @@ def format_conditions(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def joined_grids(
-    grids: list[tuple[str, list[str], list[tuple[str, list[str]]]]],
-) -> list[tuple[str, list[str], list[tuple[str, list[str]]]]]:
-    """Return one grid for each size of a linear: the tables of its passes side by side. Other grids stay."""
-    joined: dict[str, tuple[list[str], dict[str, dict[str, str]]]] = {}
-    for title, columns, rows in grids:
-        linear, _, what = title.partition(", ")
-        base, names = (linear, [f"{what}, {c}" for c in columns]) if title.startswith("linear ") else (title, columns)
-        heads, cells = joined.setdefault(base, ([], {}))
-        heads += names
-        for rival, shown in rows:
-            cells.setdefault(rival, {}).update(zip(names, shown))
-    return [
-        (base, heads, [(rival, [shown.get(head, "") for head in heads]) for rival, shown in cells.items()])
-        for base, (heads, cells) in joined.items()
-    ]
-
-
-def markdown(result: dict[str, Any], joined: bool = False) -> str:
-    """Return a result in Markdown. joined: as docs/measurements/performance.md shows it, with one table for all passes of
-    a linear.
-    """
+def markdown(result: dict[str, Any]) -> str:
+    """Return a result in Markdown."""
     if result["kind"] in ("serve", "speed"):
         return serve_markdown(result) if result["kind"] == "serve" else speed_markdown(result)
     lines = []
-    grids = [(title, [f"{c:,}" for c in columns], rows) for title, columns, rows in result_grids(result["rows"])]
-    titles = [title for title, *_ in grids]
-    for title, columns, rows in joined_grids(grids) if joined else grids:
-        lines += [f"### {title}", "", "| | " + " | ".join(columns) + " |", "| --- |" + " --- |" * len(columns)]
+    for title, columns, rows in result_grids(result["rows"]):
+        lines += [f"### {title}", "", "| | " + " | ".join(f"{c:,}" for c in columns) + " |"]
+        lines += ["| --- |" + " --- |" * len(columns)]
         lines += [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows]
-        parts = [part for part in titles if part == title or (joined and part.startswith(f"{title}, "))]
-        lines.append("")
-        for part in parts:
-            what = f"{part.removeprefix(title)[2:]}, " if part != title else ""
-            lines += [f"- {what}{note.strip()}" for note in skipped_notes(result["rows"], part)]
-        lines.append("")
+        lines += ["", *(f"- {note.strip()}" for note in skipped_notes(result["rows"], title)), ""]
     ahead = [f"- {line}" for line in crossovers(result["rows"], brief=True)]
     lead = f"Sizes from which an implementation stays {FASTER}; one that is not named is so nowhere:"
     ahead = [lead, "", *ahead] if ahead else []

@@ -218,7 +218,8 @@ class LogLinearDeltaPlan(DeltaPlan):
         chunk_states = None if self.fused else self.state(0)
         terms = launch_wy_forward(self, chunk_states)
         if self.extra_RGKV is not None and chunk_states is not None:
-            chunk_states[self.sizes.table[:, 4]] += self.extra_RGKV.mT
+            # A sum, not an assignment by index: a row without chunks has the first chunk of the next row, and adds zeros.
+            chunk_states.index_add_(0, self.sizes.table[:, 4], self.extra_RGKV.mT.to(chunk_states.dtype))
         return terms, chunk_states
 
     def climb(
@@ -303,7 +304,10 @@ class LogLinearDeltaPlan(DeltaPlan):
         dq, dv, dt = self._chunk_gradients(do, t, sums)
         gradients = WYOutputGradients(sums.dw, sums.du, sums.dk, sums.dc, dt, dv)
         dk, dv, dbeta, dgates = launch_wy_backward(self, t, gradients)
-        dextra = None if self.extra_RGKV is None or down is None else down[s.table[:, 4]].mT
+        dextra = None
+        if self.extra_RGKV is not None and down is not None:
+            has_chunk_R = s.table[:, 3] % s.C + s.table[:, 2] > 0
+            dextra = torch.where(has_chunk_R[:, None, None, None], down[s.table[:, 4]].mT, 0)
         return dq, dk, dv, dbeta, dgates, sums.dlevel, dbucket, dextra
 
     @property

@@ -23,7 +23,7 @@ Evenly spaced layers are scored in the same way, and the better choice is kept. 
 model. In it, a candidate's rows are computed from the restored layer on, because below it the candidate equals the
 choice so far.
 
-Weights, repeated parts and the steps of the alignment were compared with others in docs/measurements/quality.md.
+docs/measurements/quality.md compares this choice with others, after healing.
 """
 
 from __future__ import annotations

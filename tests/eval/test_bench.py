@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.text import Text
 
+from recipes.papers.speed import page_tables
 from recipes.papers.speed import update_tables as publish
 from surgery.cli.main import main
 from surgery.core.errors import SurgeryError
@@ -23,7 +24,6 @@ from surgery.eval.speed.tables import (
     crossovers,
     format_cell,
     format_ms,
-    joined_grids,
     markdown,
     result_grids,
     result_tables,
@@ -677,14 +677,27 @@ def test_the_page_leaves_out_what_is_never_the_fastest():
     assert names == ["dense", "BTT", "SSD, kernel", "TBM, kernel", "TBM, reference", "MLR, reference"]
 
 
-def test_passes_of_a_linear_are_one_table_of_the_page():
-    forward = ("linear 8 -> 8, forward", ["1", "16"], [("dense", ["a", "b"]), ("low rank", ["c", "-"])])
-    backward = ("linear 8 -> 8, forward + backward", ["16"], [("dense", ["d"])])
-    decode = ("decode, batch 1", ["1"], [("SDPA", ["e"])])
-    (title, heads, rows), other = joined_grids([forward, backward, decode])
-    assert (title, other) == ("linear 8 -> 8", decode)
-    assert heads == ["forward, 1", "forward, 16", "forward + backward, 16"]
-    assert rows == [("dense", ["a", "b", "d"]), ("low rank", ["c", "-", ""])]
+def test_linears_are_one_table_of_the_page():
+    """Multiples of dense, which has milliseconds; a single token in the CUDA graph alone."""
+    names = ("forward", "forward, CUDA graph", "forward + backward")
+    rows = [
+        {"table": f"linear 8 -> 8, {what}", "x": x, "rival": rival, "ms": ms, "ratio": 2.0 / ms}
+        for what in names for x in (1, 512) for rival, ms in (("dense", 2.0), ("BTT s=4", 1.0), ("BTT, half", 1.0))
+        if (what == names[0] or x == (1 if what == names[1] else 512))
+    ]  # fmt: skip
+    ((_, columns, lines),) = page_tables.grids({"kind": "linear", "rows": rows})
+    assert columns == ["forward, 512", "forward, CUDA graph, 1", "forward + backward, 512"]
+    assert lines == [("8 -> 8, dense", 3 * ["2.00"]), ("8 -> 8, BTT s=4", 3 * ["2.00"])]
+
+
+def test_steps_in_a_graph_and_eager_steps_are_one_table_of_the_page():
+    graph = ("decode, batch 1, CUDA graph", ["1", "2", "4"], [("SSD", ["a", "b", "c"])])
+    eager = ("decode, batch 1", ["1", "2", "4"], [("SDPA", ["d", "e", "f"]), ("SSD", ["g", "h", "i"])])
+    other = ("attention, forward", ["1"], [("SDPA", ["j"])])
+    (title, columns, rows), same = page_tables.joined_grids([eager, graph, other])
+    assert (title, same) == ("decode, batch 1", other)
+    assert columns == ["CUDA graph, 1", "CUDA graph, 2", "CUDA graph, 4", "eager, 1", "eager, 4"]
+    assert rows == [("SDPA", ["-", "-", "-", "d", "f"]), ("SSD", ["a", "b", "c", "g", "i"])]
 
 
 def test_windows_of_decoding_steps_are_rows_of_the_table():
@@ -736,6 +749,19 @@ def test_a_call_takes_what_the_cpu_takes_to_launch_it_but_not_in_a_graph():
         results[0]["rows"] = [{**r, "table": table} for r in (first, row)]
         (made,) = measured_times.tuning_tables(results)[0]["rows"]
         assert made["kernel"] == kernel and made["original"] == 0.03
+
+
+def test_a_cpu_has_no_cuda_graph():
+    """Titles say how the calls ran; what is read from them is the same on every device."""
+    for kind, only in (("linear", "low rank"), ("decode", "window 64")):
+        titles = {row["table"] for row in bench(kind, sizes="small", device="cpu", only=only)["rows"]}
+        assert not any("graph" in title for title in titles)
+        captured = {title for title in titles if title.endswith(", calls in a row")}
+        assert captured and {measured_times.pass_of_table(title) for title in captured} <= {"captured", "captured step"}
+    grids = result_grids([{"table": "decode, batch 1, calls in a row", "x": 64, "rival": "a", "ms": 1.0, "cache": 8}])
+    assert [title for title, *_ in grids] == ["decode, batch 1, calls in a row"]
+    assert measured_times.decoding_call("cpu (x86_64)") == "decoding step"
+    assert measured_times.decoding_call("NVIDIA H200") == "decoding step in a CUDA graph"
 
 
 def test_runs_of_one_kind_are_one():

@@ -758,6 +758,8 @@ def _(grid: str) -> Iterator[Case]:
             names = [name for name in rows if "." in name]
             rows["seen"] = (rows["seen"] % longest).where(torch.arange(B, device=DEVICE) % 5 != 4, -1)
             layout = StateLayout(mixer, longest)
+            for name in names:  # sequences whose number of tokens has changed
+                rows[name] = rows[name].masked_fill(~layout.is_written(name, rows[name], rows["seen"].clamp_min(0)), 0)
 
             def finish(out: Any, after: Any, x: Leaves, names: Any = names, layout: Any = layout) -> list[Any]:
                 """Return the output and what the sequences have written of their states; zeros for padding."""

@@ -172,9 +172,9 @@ def test_more_heads_than_a_grid_axis_holds():
 
     with pytest.MonkeyPatch.context() as patch, use_kernels("kernel"):
         patch.setattr(kernels, "local_forward", Watched())
-        q, k = torch.empty(40_000, 2, 1, 2, 1), torch.empty(40_000, 2, 4, 1)
-        none = torch.empty(40_000, 2, 0, 1)
-        seen = torch.zeros(40_000, dtype=torch.int64)
+        q, k = (torch.empty(40_000, 2, *size, device=DEVICE) for size in ((1, 2, 1), (4, 1)))
+        none = torch.empty(40_000, 2, 0, 1, device=DEVICE)
+        seen = torch.zeros(40_000, dtype=torch.int64, device=DEVICE)
         keys = RecentAndSinks(k, none)
         local_attention(q, keys, keys, seen, AttentionShape(8, 2, 2, 1, 1, 1.0), 1)
     assert grids == [(80_000,)]

@@ -20,7 +20,11 @@ from surgery.mixers.masks.semiseparable import semiseparable_packed
 pytestmark = pytest.mark.usefixtures("loops_of_tensors")
 
 # tokens of each piece, and of its sequence before it: none, within a chunk, at its border, and over several chunks
-SMALL = [((1, 0, 35, 3, 32, 40), (0, 5, 30, 64, 33, 100)), ((2, 31, 9), (0, 0, 0))]
+SMALL = [
+    ((1, 0, 35, 3, 32, 40), (0, 5, 30, 64, 33, 100)),
+    ((2, 31, 9), (0, 0, 0)),
+    ((0, 35, 0, 3, 4), (0, 2, 0, 23, 1)),  # pieces without a chunk, before others that go on within one
+]
 LARGE = [((1, 2, 63, 64, 65, 200, 1000), (0, 8_191, 7, 64, 0, 100, 3_000))]
 
 

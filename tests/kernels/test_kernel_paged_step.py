@@ -50,7 +50,7 @@ def filled_pages(mixer, layout: StateLayout, seen: tuple[int, ...]) -> tuple[tor
     """Return (cache of more pages than rows, page of each row): NaN where the rows' sequences have not written."""
     generator = torch.Generator().manual_seed(0)
     pages = torch.randperm(len(seen) + 3, generator=generator)[: len(seen)].int()
-    cache = torch.full((len(seen) + 3, layout.size + 5), torch.nan, dtype=torch.float64)
+    cache = torch.full((len(seen) + 3, layout.size + 5), torch.nan, dtype=torch.float64, device=DEVICE)
     for row, count in enumerate(seen):
         if count > 0:
             state = mixer.mix(tokens(count, seed=50 + row, batch=1), mixer.empty_state(1, DEVICE))[1]
@@ -60,7 +60,7 @@ def filled_pages(mixer, layout: StateLayout, seen: tuple[int, ...]) -> tuple[tor
                 page[:, : t.shape[1]] = t
                 page.masked_fill_(~layout.is_written(name, page, seen_1), torch.nan)
     pages[[i for i, count in enumerate(seen) if count < 0]] = -1
-    return cache.float().to(DEVICE), pages.to(DEVICE)
+    return cache.float(), pages.to(DEVICE)
 
 
 def check_pages(mixer, seen: tuple[int, ...], steps: int, dtype: torch.dtype, tolerance: float, **sizes) -> None:

@@ -7,6 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from helpers.kernel_rows import DEVICE
+
 from surgery.core.dispatch import use_kernels
 from surgery.kernels.log_linear import log_linear_triton
 from surgery.kernels.log_linear_delta import log_linear_delta_triton
@@ -43,7 +45,14 @@ def test_shared_heads_equal_their_copies(form, delta, resumed) -> None:
     if buckets is not None:
         alive_BL = (start_B.unsqueeze(1) >> torch.arange(5)) & 1
         buckets = buckets * alive_BL[:, :, None, None, None]
-    options = {"start_B": start_B, "count_B": torch.full((ROWS,), LENGTH), "buckets_BLGFV": buckets, "chunk": 16}
+    q, k, v, gates, level, start_B = (t.to(DEVICE) for t in (q, k, v, gates, level, start_B))
+    beta, buckets = (None if t is None else t.to(DEVICE) for t in (beta, buckets))
+    options = {
+        "start_B": start_B,
+        "count_B": torch.full((ROWS,), LENGTH, device=DEVICE),
+        "buckets_BLGFV": buckets,
+        "chunk": 16,
+    }
     found = []
     for copies in (False, True):
         leaves = [x.clone().requires_grad_() for x in (q, k)]

@@ -230,8 +230,8 @@ def test_results_name_their_settings_and_what_is_not_run():
     found = {result.source: result for result in page.results()}
     scale = found["Compute Better Spent, Figures 1b, 1c, 4 to 6"]
     assert scale.word == "in part" and "`cpu` in part: " in scale.why and "`gpu_short` reproduced: " in scale.why
-    rates = found["Customizing, Figure 5"].found
-    assert "not run to the end, GPU minutes: `gpu_128` 2 (36 of 140 runs done), `gpu` 29" in rates
+    assert found["Customizing, Figures 2, 3, 6 to 12"].found == "not run to the end"
+    assert "- `rate_transfer`: `gpu_128` 36 of 140, 2 minutes; `gpu` 0 of 336, 29 minutes\n" in page.rows_section()
 
 
 def test_power_laws_and_the_verdict_of_scaling():

@@ -45,8 +45,7 @@ PLACES: dict[str, tuple[Place, ...]] = {
         Place("Table 1", "numbers and rank of each family", "`tests/structures/test_mlbtc.py::test_numbers_and_ranks_are_those_of_table_1`", FORMULA),
         Place("Figures 2, 3", "regression fails where heads are narrower than the inputs; bilinear BTT and MLR do not"),
         Place("Figure 4", "character model: MLR attention below softmax and windows", f"`{CHARACTERS}layers=mlr-nested`"),
-        Place("Table 2", "multiplications of the contraction orders of bilinear MLR", "`tests/mixers/test_bilinear_mixers.py::test_costs_are_those_of_tables_2_and_3`", FORMULA),
-        Place("Table 3", "the same of bilinear BTT", "`tests/mixers/test_bilinear_mixers.py::test_costs_are_those_of_tables_2_and_3`", FORMULA),
+        Place("Tables 2, 3", "multiplications of bilinear scores", "`tests/mixers/test_bilinear_mixers.py::test_costs_are_those_of_tables_2_and_3`", FORMULA),
         Place("Figure 5", "MLR attention: one best rate at all widths"),
         Place("Figures 6 to 12", "regression at other sizes, with error bars and times"),
         Place("Figure 13", "as Figure 4, at four widths", f"`{CHARACTERS}'layers={{structure: dense, attention: {{mixer: window, window: 128, hybrid: {{layers: [0, 3]}}}}}}'`"),
@@ -209,25 +208,20 @@ def other_places(experiments: Iterable[Experiment]) -> list[tuple[str, Place]]:
 
 
 def figures_section(experiments: Iterable[Experiment]) -> str:
-    """Return the Markdown table of the places that no experiment repeats."""
+    """Return the Markdown table of the places that no experiment repeats. Drawings, what is out of reach (in
+    costs_section) and times (in the results) have no row.
+    """
     lines = [["figure or table", "what it shows", "command or test", "verdict"]]
     for paper, place in other_places(experiments):
-        lines.append([f"{paper}, {place.name}", place.what, place.how or "-", place.verdict])
+        if place.verdict not in (DRAWING, FAR) and "speed show" not in place.how:
+            lines.append([f"{paper}, {place.name}", place.what, place.how or "-", place.verdict])
     return markdown(lines)
 
 
 def costs_section() -> str:
-    """Return the Markdown table of OUT_OF_REACH."""
-    lines = [
-        "| source | what is not here | command for one model | hours of one H200 for the largest model | models |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    """Return OUT_OF_REACH as a list in Markdown."""
+    lines = []
     for cost in OUT_OF_REACH:
-        hours = (
-            f"{cost.hours():.1f} ({cost.parameters / 1e6:,.0f}M parameters, {cost.tokens / 1e9:,.1f}B tokens)"
-            if cost.tokens
-            else "not counted"
-        )
-        command = f"`{cost.command}`" if cost.command else "none"
-        lines.append(f"| {cost.place} | {cost.lacks} | {command} | {hours} | {cost.models or 'not counted'} |")
+        lacks = "" if cost.lacks == "hours" else f"{cost.lacks}; "
+        lines.append(f"- {cost.place}: {lacks}{f'{cost.hours():.1f} hours' if cost.tokens else 'hours not counted'}")
     return "\n".join(lines)

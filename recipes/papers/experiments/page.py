@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import textwrap
 from pathlib import Path
 from typing import NamedTuple
@@ -37,7 +38,8 @@ from recipes.papers.experiments import (
 from recipes.papers.experiments.driver import COUNTED, GPU_TIME, MEMORY, Experiment, load_rows, markdown
 from recipes.papers.experiments.figures import FAR, HOLDS, PLACES, costs_section, figures_section, other_places
 from recipes.papers.experiments.sweep import Setting, gpu_minutes, is_complete, stack_size
-from recipes.papers.experiments.verdicts import combine, count
+from recipes.papers.experiments.verdicts import OPEN, combine, count
+from recipes.papers.script import run_script
 from surgery.core.errors import SurgeryError
 
 EXPERIMENTS = (
@@ -61,15 +63,29 @@ EXPERIMENTS = (
 )
 
 
+MANY = 5  # differences
+WAITING = f"Settings that are not run to the end: runs done of all runs, and the forecast{COUNTED}."
+# The tables of the page: of each experiment the columns, by the first words of their heads. `show` prints all.
+TABLES = {
+    "recall": ("model", "width", "accuracy", "paper"),
+    "block_mixing": ("mixer", "accuracy", "seeds", "8x"),
+    "scaling": ("structure", "width", "MACs", "error"),
+    "language": ("mixer", "width", "nats", "positions"),
+    "needles": ("mixer", "32 tokens", "128 tokens", "256 tokens", "1024 tokens"),
+}
+
+
 class Result(NamedTuple):
-    """A line of the table of results. found: differences and the size of the runs. why: of the verdict."""
+    """A line of the table of results. found: differences and the size of the runs. why: of the verdict. module: the
+    module of recipes/papers/experiments whose commands print it.
+    """
 
     source: str
     claim: str
     found: str
     word: str
     why: str
-    command: str
+    module: str
 
 
 def results() -> list[Result]:
@@ -77,44 +93,55 @@ def results() -> list[Result]:
     lines = [_result(experiment) for experiment in EXPERIMENTS]
     for claim in speed.claims(speed.read_tables()):
         source, verdict = f"{claim.paper}, {claim.place}", claim.verdict
-        command = "python -m recipes.papers.experiments.speed show"
-        lines.append(Result(source, claim.what, verdict.why, verdict.word, "", command))
+        lines.append(Result(source, claim.what, verdict.why, verdict.word, "", "speed"))
     papers = list(PLACES)
     return sorted(lines, key=lambda line: papers.index(line.source.split(",")[0]))
 
 
 def _result(experiment: Experiment) -> Result:
-    rows, found, waiting, words, reasons = load_rows(experiment, []), [], [], [], []
+    rows, found, words, reasons = load_rows(experiment, []), [], [], []
     for setting in experiment.settings_of(rows):
         verdict = experiment.judge(rows, setting)
         words.append(verdict.word)
         if is_complete(rows, setting):
-            found.append(f"`{setting.name}`, {_runs(setting)}: {verdict.found}")
+            found.append(f"`{setting.name}`, {_runs(setting)}: {_short(verdict.found, setting)}")
             reasons.append((f"`{setting.name}` {verdict.word}", verdict.why))
-        elif setting.where == "gpu":
-            have = sum(row["setting"] == setting.name for row in rows)
-            part = f" ({have} of {setting.runs} runs done)" if have else ""
-            waiting.append(f"`{setting.name}` {_minutes(experiment, setting)}{part}")
-    if waiting:
-        found.append(f"not run to the end, GPU minutes: {', '.join(waiting)}")
     why = "; ".join(f"{name}: {why}" if len(reasons) > 1 else why for name, why in reasons)
-    command = f"{experiment.command} run" + (" --data FILE" if experiment.data else "")
-    return Result(experiment.source, experiment.claim, "; ".join(found), combine(words), why, command)
+    return Result(
+        experiment.source,
+        experiment.claim,
+        "; ".join(found) or "not run to the end",
+        combine(words),
+        why,
+        experiment.name,
+    )
+
+
+def _short(found: str, setting: Setting) -> str:
+    """Return the differences of a verdict, without the number of pairs where there is one for each seed; of more than
+    MANY, the least and the largest.
+    """
+    parts = found.replace(f", {setting.seeds} pairs", "").split("; ")
+    if len(parts) > MANY and all(re.search(r": [+-]\d", part) for part in parts):
+        ranked = sorted(parts, key=lambda part: float(part.split(": ")[1].split()[0]))
+        return f"{len(parts)} differences, the least and the largest: {ranked[0]}; {ranked[-1]}"
+    return "; ".join(parts)
 
 
 def _runs(setting: Setting) -> str:
     """Return the size of the runs in words. One step: nothing is trained."""
     tokens = setting.steps * setting.rows * setting.length
     trained = f" of {tokens:,} tokens" if setting.steps > 1 else ""
-    return f"T = {setting.length:,}, {setting.seeds} seeds{trained}"
+    return f"{setting.seeds} seeds{trained}"
 
 
 def results_section() -> str:
     """Return the number of results of each verdict, and the table of all, in Markdown."""
-    lines = [["result", "what the paper says", "what was found", "verdict", "command"]]
+    lines = [["result", "what the paper says", "what was found", "verdict", "module"]]
     for result in results():
-        verdict = f"{result.word} ({result.why})" if result.why else result.word
-        cells = (result.source, result.claim, result.found, verdict, f"`{result.command}`")
+        why = re.sub(f"(?:; )?{OPEN}", "", result.why)
+        verdict = f"{result.word} ({why})" if why else result.word
+        cells = (result.source, result.claim, result.found, verdict, f"`{result.module}`")
         lines.append([cell.replace("|", "\\|") for cell in cells])
     return f"{counts()}\n\n{markdown(lines)}"
 
@@ -132,33 +159,42 @@ def counts() -> str:
 
 def rules_section() -> str:
     """Return the comparisons of each experiment in Markdown."""
-    return "\n".join(f"- {e.title} (`{e.name}`): {e.rule}" for e in EXPERIMENTS)
+    return "\n".join(f"- `{e.name}`: {e.rule}" for e in EXPERIMENTS)
 
 
 def rows_section() -> str:
-    """Return the verdict of every setting, and the tables of those with rows, in Markdown."""
-    lines, waiting, tables = [["setting", "verdict"]], [], []
+    """Return for every setting its verdict with the results that decide nothing, then what is not run to the end, then
+    the tables of TABLES, in Markdown.
+    """
+    lines, waiting, tables = [["setting", "verdict", "besides"]], [], []
     for experiment in EXPERIMENTS:
-        rows = load_rows(experiment, [])
+        rows, left = load_rows(experiment, []), []
         for setting in experiment.settings_of(rows):
-            name, verdict = f"`{experiment.name}`, `{setting.name}`", experiment.judge(rows, setting)
-            if verdict.word == GPU_TIME:
-                waiting.append(f"{name} ({verdict.why.removesuffix(COUNTED)})")
-            else:
-                lines.append([name, str(verdict).replace("|", "\\|")])
+            verdict = experiment.judge(rows, setting)
             if is_complete(rows, setting):
-                tables.append(f"`{experiment.name}`, setting `{setting.name}` ({_size(experiment, setting)}):")
-                tables.append(markdown(experiment.table(rows, setting)))
-    if waiting:
-        tables.insert(
-            0, f"Undecided for GPU time, with the runs that there are, and forecasts{COUNTED}: {'; '.join(waiting)}."
-        )
-    return "\n\n".join([markdown(lines), *tables])
+                besides = _short(verdict.besides, setting).replace("|", "\\|")
+                lines.append([f"`{experiment.name}`, `{setting.name}`", verdict.word, besides])
+                columns = TABLES.get(experiment.name)
+                if columns:
+                    tables.append(f"`{experiment.name}`, `{setting.name}`: {_size(setting)}")
+                    tables.append(markdown(select_columns(experiment.table(rows, setting), columns)))
+            else:
+                have = sum(row["setting"] == setting.name for row in rows)
+                minutes = f", {_minutes(experiment, setting)} minutes" if verdict.word == GPU_TIME else ""
+                left.append(f"`{setting.name}` {have} of {setting.runs}{minutes}")
+        if left:
+            waiting.append(f"- `{experiment.name}`: {'; '.join(left)}")
+    return "\n\n".join([markdown(lines), f"{WAITING}\n\n" + "\n".join(waiting), *tables])
 
 
-def _size(experiment: Experiment, setting: Setting) -> str:
-    counted = f"{setting.steps:,} steps of {setting.rows} rows of {setting.length} tokens, {setting.seeds} seeds"
-    return counted if setting.where == "cpu" else f"{counted}, forecast {_minutes(experiment, setting)} GPU minutes"
+def select_columns(table: list[list[str]], starts: tuple[str, ...]) -> list[list[str]]:
+    """Return the columns of a table whose heads begin with one of these words, in the table's order."""
+    chosen = [i for i, head in enumerate(table[0]) if head.startswith(starts)]
+    return [[line[i] for i in chosen] for line in table]
+
+
+def _size(setting: Setting) -> str:
+    return f"{setting.steps:,} steps of {setting.rows} rows of {setting.length} tokens, {setting.seeds} seeds"
 
 
 def _minutes(experiment: Experiment, setting: Setting) -> int:
@@ -219,4 +255,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

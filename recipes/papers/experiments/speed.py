@@ -23,6 +23,7 @@ from recipes.papers.experiments.driver import markdown
 from recipes.papers.experiments.figures import FLOPS, LOG_LINEAR, TBM
 from recipes.papers.experiments.times import Times, faster_from, slope, words
 from recipes.papers.experiments.verdicts import Verdict
+from recipes.papers.script import run_script
 from surgery.core import errors
 from surgery.core.errors import SurgeryError
 
@@ -97,19 +98,24 @@ def fastest(rivals: Rivals, names: tuple[str, ...]) -> Times:
     return {length: min(t[length] for t in own if length in t) for length in {n for times in own for n in times}}
 
 
-def slopes_table(rivals: Rivals) -> list[list[str]]:
-    """Return the table of slopes."""
-    lines = [["kernel", f"slope from {LONG:,}", "last doubling", "longest", "ms"]]
+def slopes_table(tables: dict[str, Rivals]) -> list[list[str]]:
+    """Return the table of slopes, with two columns for each pass."""
+    heads = [head for kind in tables for head in (f"slope from {LONG:,}, {kind}", "last doubling")]
+    lines = [["kernel", *heads]]
     for name in KERNELS:
-        times = rivals.get(name, {})
-        law = slope(times, LONG)
-        if len(times) < 2:
-            continue
-        *_, before, last = sorted(times)
-        doubling = math.log(times[last] / times[before]) / math.log(last / before)
-        shown = f"{law.alpha:.2f} ± {law.error:.2f}" if law else ""
-        lines.append([name.removesuffix(", kernel"), shown, f"{doubling:.2f}", f"{last:,}", f"{times[last]:,.4g}"])
+        cells = [cell for rivals in tables.values() for cell in _slope_cells(rivals.get(name, {}))]
+        if any(cells):
+            lines.append([name.removesuffix(", kernel"), *cells])
     return lines
+
+
+def _slope_cells(times: Times) -> tuple[str, str]:
+    if len(times) < 2:
+        return "", ""
+    law = slope(times, LONG)
+    *_, before, last = sorted(times)
+    doubling = math.log(times[last] / times[before]) / math.log(last / before)
+    return (f"{law.alpha:.2f} ± {law.error:.2f}" if law else ""), f"{doubling:.2f}"
 
 
 @dataclass(frozen=True)
@@ -195,14 +201,11 @@ def read_tables(path: Path | None = None) -> dict[str, Rivals]:
 def section(path: Path | None = None) -> str:
     """Return slopes and verdicts in Markdown."""
     tables = read_tables(path)
-    lines = [["claim", "source", "rule", "verdict"]]
+    lines = [["claim", "rule", "verdict"]]
     for claim in claims(tables):
         verdict = f"{claim.verdict.word} ({claim.verdict.why})"
-        lines.append([claim.what, f"{claim.paper}, {claim.place}", claim.rule, verdict])
-    parts = [markdown(lines)]
-    for kind, rivals in tables.items():
-        parts += [f"Slopes, {kind}:", markdown(slopes_table(rivals))]
-    return "\n\n".join(parts)
+        lines.append([f"{claim.paper}, {claim.place}, {claim.what}", claim.rule, verdict])
+    return f"{markdown(lines)}\n\n{markdown(slopes_table(tables))}"
 
 
 def main(given: list[str] | None = None) -> None:
@@ -219,4 +222,4 @@ def main(given: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -29,6 +29,7 @@ from recipes.papers.experiments.driver import Experiment, main
 from recipes.papers.experiments.sweep import BestRows, Cell, Row, Setting, best_rows, difference, mean_and_error
 from recipes.papers.experiments.times import Times, faster_from, least_times, slope, words
 from recipes.papers.experiments.verdicts import ANY, REFUTED, Comparison, Verdict, above, decide
+from recipes.papers.script import run_script
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.masks.base import MASKS, Mask, MaskInputs, Signals
 
@@ -192,7 +193,7 @@ def verdict(rows: list[Row], setting: Setting) -> Verdict:
         for seed in range(setting.seeds):
             laws = [slope(times_of(best, method, name, seed), least) for name in ("quadratic", "linear")]
             gaps += [laws[0].alpha - laws[1].alpha] if laws[0] and laws[1] else []
-        comparisons.append(Comparison(f"{method}: slope smaller by", difference(gaps), above(0.0), ANY))
+        comparisons.append(Comparison(f"slope, {method}", difference(gaps), above(0.0), ANY))
         if faster_from(times_of(best, method, "linear"), times_of(best, method, "quadratic")) is None:
             slow.append(method)
     lacking = f"not faster at the longest row: {', '.join(slow)}" if slow else ""
@@ -258,4 +259,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    main(EXPERIMENT)
+    run_script(lambda: main(EXPERIMENT))

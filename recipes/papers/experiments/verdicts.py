@@ -29,6 +29,7 @@ from surgery.eval.results.statistics import student_tail
 REPRODUCED, PART, REFUTED, NOT_SEEN, UNDECIDED = WORDS = (
     "reproduced", "in part", "refuted", "not seen at this size", "undecided",
 )  # fmt: skip
+OPEN = "no interval lies on one side"  # why a result is undecided, if nothing else is the reason
 ERROR = 0.05  # chance that one comparison or more of a verdict counts by accident
 CHOOSING = 2  # seeds on which a rate must have been chosen
 Range = tuple[float, float]
@@ -155,7 +156,7 @@ def decide(
         if not limits:
             return Verdict(REFUTED, _names(outcomes, "contradicts"), *found)
         return Verdict(NOT_SEEN, "; ".join([size_words(setting), *limits]), *found)
-    nothing = "" if states["holds"] else lacking or "no interval lies on one side"
+    nothing = "" if states["holds"] else lacking or OPEN
     if invalid or few or nothing:
         return Verdict(UNDECIDED, "; ".join(part for part in (invalid, few, nothing) if part), *found)
     if states["holds"] == len(outcomes) and not lacking:

@@ -1,8 +1,8 @@
 """The tables "at equal bytes" of docs/measurements/quality.md, from the rows that quantized.py and quantized_times.py
 wrote.
 
-python -m recipes.papers.quality.equal_bytes [ROWS.jsonl ..]                    print the tables
-python -m recipes.papers.quality.equal_bytes [ROWS.jsonl ..] --write docs/measurements/quality.md
+python -m recipes.papers.quality.equal_bytes [ROWS.jsonl ..]                    print all tables, with bytes, needles and every way
+python -m recipes.papers.quality.equal_bytes [ROWS.jsonl ..] --write docs/measurements/quality.md      the table over all models
 
 Without files, the rows are those of recipes/papers/quality/rows/equal_bytes.jsonl. Of rows of the same thing, the last
 counts. Ratios, intervals and shares are computed from the losses and answers in the rows.
@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from recipes.papers.quality.quantized import KEYS, read_rows, run_script, stored_result
+from recipes.papers.quality.quantized import KEYS, read_rows, stored_result
+from recipes.papers.script import run_script
 from surgery.core.errors import SurgeryError
 from surgery.core.files import atomic_write
 from surgery.eval.results.statistics import Units, wilson_interval
@@ -26,7 +27,7 @@ ROWS = Path(__file__).parent / "rows" / "equal_bytes.jsonl"  # results that belo
 BEGIN, END = "<!-- bytes -->\n", "<!-- /bytes -->\n"
 SHAPES = {"27m": "27M decoder", "1b": "1B"}
 SHAPE_OF = {"pycode-27m": "27m"}  # shape with the sizes of a model
-TITLES = {"pycode-27m": "27M decoder", "pycode-qwen3": "`models/pycode-qwen3` (18M)"}
+TITLES = {"pycode-27m": "27M decoder", "pycode-qwen3": "18M decoder"}
 WAYS = ("", "fused", "packed", "multiplied out", "compiled", "kernel", "torchao", "torchao compiled")  # "": 16 bits
 MAX_ERROR = 0.05  # relative; a way that differs more is not computing the same integers
 Row = dict[str, Any]
@@ -50,14 +51,20 @@ def table(lines: list[list[str]]) -> str:
 
 
 # -- quality -------------------------------------------------------------------------------------------
+def original_of(model: str, rows: list[Row]) -> Row:
+    """Return the row of the dense model in 16 bits. Raises SurgeryError without one."""
+    for row in rows:
+        if row["model"] == model and row["keep"] == 1 and row["bits"] == 16:
+            return row
+    raise SurgeryError(f"there is no row of the original, {model} in 16 bits. Measure it: --only 'dense, 16'")
+
+
 def quality_table(model: str, rows: list[Row], times: list[Row]) -> str:
     """Return the table of a model: rows by bytes, the largest first.
 
     Raises SurgeryError without a row of the original.
     """
-    base = next((row for row in rows if row["keep"] == 1 and row["bits"] == 16), None)
-    if base is None:
-        raise SurgeryError(f"there is no row of the original, {model} in 16 bits. Measure it: --only 'dense, 16'")
+    base = original_of(model, rows)
     wanted = [shape for shape in dict.fromkeys((SHAPE_OF.get(model), "1b")) if shape is not None]
     shapes = [shape for shape in wanted if any(row["shape"] == shape for row in times)]
     head = ["linears", "bits", "bytes", "of 16 bits", "perplexity, ratio", "needles, %"]
@@ -154,10 +161,53 @@ def missing_notes(times: list[Row]) -> list[str]:
 
 
 # -- page ----------------------------------------------------------------------------------------------
-def section(rows: list[Row]) -> str:
-    """Return everything between the marks of the page."""
+def latest_rows(rows: list[Row]) -> tuple[list[Row], list[Row]]:
+    """Return (rows of quality, rows of times), the last of each thing that was measured."""
     quality = latest([row for row in rows if row["kind"] == "quality"], KEYS)
     times = latest([row for row in rows if row["kind"] == "times"], ("shape", "keep", "bits", "way"))
+    return quality, times
+
+
+def ratio_cell(row: Row, rows: list[Row]) -> str:
+    """Format the ratio of a row's perplexity to that of the original of the same model."""
+    base = original_of(row["model"], rows)
+    return (
+        "1"
+        if row is base
+        else ppl.format_interval(ppl.summarize(stored_result(row), stored_result(base))["ratio"], ".3f")
+    )
+
+
+def section(rows: list[Row]) -> str:
+    """Return everything between the marks of the page: a table with a column of ratios for each model, and its
+    conditions.
+    """
+    quality, times = latest_rows(rows)
+    models = list(dict.fromkeys(row["model"] for row in quality))
+    timed = any(row["shape"] == "1b" for row in times)
+    head = ["linears", "bits", "bytes", *(f"ratio, {TITLES.get(model, model)}" for model in models)]
+    lines = [[*head, *(["decoding, 1B, ms"] if timed else [])]]
+    kinds: dict[tuple[str, int], list[Row]] = {}
+    for row in quality:
+        kinds.setdefault((linears(row), row["bits"]), []).append(row)
+    share = {
+        kind: f"{found[0]['bytes'] / original_of(found[0]['model'], quality)['bytes']:.2f}"
+        for kind, found in kinds.items()
+    }
+    for kind in sorted(kinds, key=lambda kind: -float(share[kind])):
+        cells = {row["model"]: ratio_cell(row, quality) for row in kinds[kind]}
+        speed = [fastest_cell(times, "1b", kinds[kind][0])] if timed else []
+        lines.append([kind[0], str(kind[1]), share[kind], *(cells.get(model, "") for model in models), *speed])
+    about = "; ".join(dict.fromkeys(f"{row['scored']:,} tokens in windows of {row['length']:,}" for row in quality))
+    if timed:
+        first = next(row for row in times if row["shape"] == "1b")
+        about += f". Decoding: {first['context']:,} tokens before it, {first['device']}, torch {first['torch']}"
+    return f"{about}:\n\n{table(lines)}\n"
+
+
+def all_tables(rows: list[Row]) -> str:
+    """Return a table of each model, with bytes and needles, and of each shape, with the times of every way."""
+    quality, times = latest_rows(rows)
     parts = []
     for model in dict.fromkeys(row["model"] for row in quality):
         here = [row for row in quality if row["model"] == model]
@@ -183,7 +233,7 @@ def conditions(rows: list[Row]) -> str:
 
 
 def update_page(text: str, rows: list[Row], path: Path) -> str:
-    """Return the page with the tables between its marks. Raises SurgeryError if it has none."""
+    """Return the page with the table between its marks. Raises SurgeryError if it has none."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -192,14 +242,14 @@ def update_page(text: str, rows: list[Row], path: Path) -> str:
 
 
 def main() -> None:
-    """Print the tables, or write them into the page."""
+    """Print the tables, or write the first one into the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path, nargs="*", help="Files of rows. Default: those of the repository.")
-    parser.add_argument("--write", type=Path, help="Page to write the tables into, between its marks.")
+    parser.add_argument("--write", type=Path, help="Page to write the table over all models into, between its marks.")
     arguments = parser.parse_args()
     rows = [row for path in arguments.rows or [ROWS] for row in read_rows(path)]
     if arguments.write is None:
-        print(section(rows))
+        print(f"{section(rows)}\n{all_tables(rows)}")
         return
     text = update_page(arguments.write.read_text(encoding="utf-8"), rows, arguments.write)
     with atomic_write(arguments.write, "w") as file:

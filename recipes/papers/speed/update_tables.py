@@ -7,8 +7,8 @@
 Several files of one kind are merged. The first three kinds determine kernels/tuning.json, the fastest implementation by
 op and size (kernels/tuning.py); all go between the <!-- bench --> marks of docs/measurements/performance.md. What the
 files do not measure stays as it was: rows of the table, sections of the page. Linears of `--sizes compressed` have a
-section of their own. The page leaves out implementations that a row "as chosen" stands for, and references that no size
-measured faster than the kernel; kernels/tuning.json has their times. `--add` changes kernels/tuning.json alone, for results of a few sizes whose tables should not
+section of their own. The page has the sizes and cells that recipes/papers/speed/page_tables.py names, and leaves out
+implementations that a row "as chosen" stands for; kernels/tuning.json has all times. `--add` changes kernels/tuning.json alone, for results of a few sizes whose tables should not
 replace the page's. Run from a clone.
 """
 
@@ -20,8 +20,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from recipes.papers.script import run_script
+from recipes.papers.speed.page_tables import LEGEND, page_section
 from surgery.eval.speed.serve_tables import conditions
-from surgery.eval.speed.tables import CELL_LEGEND, format_conditions, markdown
+from surgery.eval.speed.tables import format_conditions
 from surgery.planning.measured_times import tuning_tables
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -112,8 +114,8 @@ def update_page(text: str, results: list[dict[str, Any]]) -> str:
     sections = {part.partition("\n")[0]: part.rstrip("\n") + "\n" for part in old}
     for result in results:
         rows = result["rows"] if result["kind"] in WHOLE else shown_rows(result["rows"])
-        sections[f"## {heading(result)}"] = f"## {heading(result)}\n\n{markdown({**result, 'rows': rows}, joined=True)}"
-    return f"{before}{BEGIN}\n{CELL_LEGEND.capitalize()}.\n\n" + "\n".join(sections.values()) + f"\n{END}{after}"
+        sections[f"## {heading(result)}"] = f"## {heading(result)}\n\n{page_section({**result, 'rows': rows})}"
+    return f"{before}{BEGIN}\n{LEGEND}\n\n" + "\n".join(sections.values()) + f"\n{END}{after}"
 
 
 def heading(result: dict[str, Any]) -> str:
@@ -141,4 +143,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_script(lambda: main(sys.argv[1:]))
