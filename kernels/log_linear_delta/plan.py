@@ -43,9 +43,9 @@ FORWARD_MEMORY_SHARE, BACKWARD_MEMORY_SHARE = 1 / 6, 1 / 24
 
 # Bytes of a transition (K, K) up to which `read_slots` holds it in shared memory beside its other tiles, on any GPU.
 MOST_TRANSITION_BYTES = 32 * 1024
-# The backward through slots: whether it is used, and the most query heads of a group. With them the products of a read
-# grow from 5 to 5 J, where those of a level grow from 8 to 6 + 2 J.
-SLOTS_BACKWARD, MOST_SLOT_HEADS = True, 2
+# The backward through slots: whether it is used (not before it has run on a GPU; tests turn it on), and the most query
+# heads of a group. With them the products of a read grow from 5 to 5 J, where those of a level grow from 8 to 6 + 2 J.
+SLOTS_BACKWARD, MOST_SLOT_HEADS = False, 2
 
 
 @dataclass(frozen=True)

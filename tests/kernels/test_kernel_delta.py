@@ -18,7 +18,15 @@ from surgery.mixers.masks.semiseparable import semiseparable
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
-pytestmark = pytest.mark.usefixtures("loops_of_tensors")
+pytestmark = pytest.mark.usefixtures("loops_of_tensors", "slots_backward")
+
+
+@pytest.fixture
+def slots_backward(monkeypatch):
+    """The backward through slots, which is off until it has run on a GPU."""
+    from surgery.kernels.log_linear_delta import plan
+
+    monkeypatch.setattr(plan, "SLOTS_BACKWARD", True)
 
 
 # B, G, J, T, F, V, keys shared by the groups
