@@ -2,13 +2,14 @@
 
     o_t = sum_l lambda_t^(l) q_t S_t^(l)      S_t^(l): the gated delta rule's state of Fenwick bucket l of t's past
 
-Guo et al. 2025, "Log-Linear Attention", sections 3.3 and 3.4. First every chunk by itself: the WY form of the plain rule
-(kernels/gated_delta/wy.py), then outputs (kernels/log_linear_delta/chunk.py). Forward of rows without a past: the slots
-of a Fenwick tree over chunks, each stored once, and one pass in which every chunk reads its slots
-(kernels/log_linear_delta/slots.py). Their backward, off until it has run on a GPU (`plan.SLOTS_BACKWARD`): every slot's gradient once, from all
-chunks that read it, then the tree from its root to the chunks (kernels/log_linear_delta/slot_gradients.py). Rows with a past, features of more than
-twice the values, and backward those of more than the values or three and more query heads of a group: the tree level by
-level (kernels/log_linear_delta/levels.py). The backward recomputes the states; only the inputs are saved.
+Guo et al. 2025, "Log-Linear Attention", sections 3.3 and 3.4. First every chunk by itself: the WY form of the plain
+rule (kernels/gated_delta/wy.py), then outputs (kernels/log_linear_delta/chunk.py). Forward of rows without a past:
+the slots of a Fenwick tree over chunks, each stored once, and one pass in which every chunk reads its slots
+(kernels/log_linear_delta/slots.py). Their backward, off until it has run on a GPU (`plan.SLOTS_BACKWARD`): every
+slot's gradient once, from all chunks that read it, then the tree from its root to the chunks
+(kernels/log_linear_delta/slot_gradients.py). Rows with a past, features of more than twice the values, and backward
+those of more than the values or three and more query heads of a group: the tree level by level
+(kernels/log_linear_delta/levels.py). The backward recomputes the states; only the inputs are saved.
 Shapes as in kernels/gated_delta/__init__.py; level (B, T, G, J, L): lambdas.
 
 Counted floor for 64 tokens of a head, 256 chunks, V = K = 128, bf16: KiB moved between GPU memory and programs, where
