@@ -138,7 +138,12 @@ def _option_row(parameter: Any) -> str:
 def sections() -> dict[str, type[BaseModel]]:
     """Return the classes of all keys by the heading of their table."""
     stages = {"Keys of every stage": StageConfig}
-    return {**CONVERSION, **HEALING, **stages, **{f"Stage `{name}`": STAGES.config_type(name) for name in shipped_stages()}}
+    return {
+        **CONVERSION,
+        **HEALING,
+        **stages,
+        **{f"Stage `{name}`": STAGES.config_type(name) for name in shipped_stages()},
+    }
 
 
 def keys_page() -> str:
@@ -153,7 +158,8 @@ def keys_page() -> str:
     shared = [_key_row(name, field) for name, field in StageConfig.model_fields.items()]
     for heading, model in sections().items():
         if model is StageConfig:
-            parts.append(f"## {heading}\n\nMeanings: [finetune](../finetune.md#keys-of-a-stage).\n")
+            parts.append(f"## {heading}\n")
+            parts.append("Meanings: [finetune](../finetune.md).\n")
         else:
             parts.append(f"## {heading}\n\n```text\n{inspect.cleandoc(model.__doc__ or '')}\n```\n")
         rows = [_key_row(name, field) for name, field in model.model_fields.items()]
