@@ -11,21 +11,19 @@ Source = Annotated[
     str,
     typer.Argument(
         metavar="SRC",
-        help="Checkpoint to read: a local folder, a GGUF file, or a Hub id (org/name or org/name@revision).",
+        help="Checkpoint to read: a folder, a GGUF file, or a Hub id (org/name[@revision]).",
     ),
 ]
 Converted = Annotated[
     str,
-    typer.Argument(
-        metavar="OUT", help="Converted checkpoint: a local folder or a Hub id (org/name or org/name@revision)."
-    ),
+    typer.Argument(metavar="OUT", help="Converted checkpoint: a folder or a Hub id (org/name[@revision])."),
 ]
 RecipeName = Annotated[
     str,
     typer.Option(
         "--recipe",
         "-r",
-        help="Use this recipe: the name of a shipped one (`surgery recipes` lists them) or a .yaml file.",
+        help="Use this recipe: a name that `surgery recipes` lists, or a .yaml file.",
     ),
 ]
 Overrides = Annotated[
@@ -54,17 +52,15 @@ Plugins = Annotated[
         "Repeatable.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of tables.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 TrustRemoteCode = Annotated[
     bool,
     typer.Option(
         "--trust-remote-code",
-        help="Run Python code that the checkpoint's repository contains. Default: refuse such checkpoints.",
+        help="Run Python code of the checkpoint's repository. Default: refuse.",
     ),
 ]
-Device = Annotated[
-    str | None, typer.Option(help="Compute on this device: cpu, cuda, cuda:1. Default: a GPU if there is one.")
-]
+Device = Annotated[str | None, typer.Option(help="Compute on cpu, cuda or cuda:1. Default: a GPU if there is one.")]
 Revision = Annotated[
     str | None, typer.Option(help="Read this branch, tag or commit of the Hub repository. Default: main.")
 ]
@@ -142,7 +138,7 @@ Keep = Annotated[
     typer.Option(
         "--keep",
         metavar="SHARE",
-        help="Keep this share of the parameters of the replaced linears, over 0 and at most 1. Default: the recipe's.",
+        help="Keep this share of the replaced linears' parameters, over 0 and at most 1. Default: the recipe's.",
     ),
 ]
 CalibrationTokens = Annotated[
@@ -151,7 +147,7 @@ CalibrationTokens = Annotated[
         "--tokens",
         parser=parse_tokens,
         metavar="COUNT",
-        help="Read this many tokens of the calibration text, e.g. 8192 or 8k (8 x 1,024). Default: the recipe's.",
+        help="Read this many calibration tokens, e.g. 8192 or 8k. Default: the recipe's.",
     ),
 ]
 CalibrationLength = Annotated[
@@ -309,7 +305,7 @@ HealedOut = Annotated[
 ]
 Tiny = Annotated[
     bool,
-    typer.Option("--tiny", help="Apply the recipe's `tiny` block, which shortens the run to minutes on two CPU cores."),
+    typer.Option("--tiny", help="Shorten the run to minutes on two CPU cores (the recipe's `tiny` block)."),
 ]
 ResumeTraining = Annotated[
     bool, typer.Option("--resume", help="Continue an interrupted run from its last training checkpoint.")
@@ -326,8 +322,7 @@ Gpus = Annotated[
     typer.Option(
         "--gpus",
         min=1,
-        help="Train on this many GPUs of this machine, one process each (with --device cpu: processes on the CPU). "
-        "Default: one.",
+        help="Train on this many GPUs of this machine (with --device cpu: processes). Default: one.",
     ),
 ]
 Sharding = Annotated[
