@@ -48,8 +48,7 @@ Plugins = Annotated[
         "--plugin",
         metavar="FILE.py",
         callback=_import_plugins,
-        help="Import this Python file of yours, which registers a structure, a mixer or a family (docs/extend.md). "
-        "Repeatable.",
+        help="Import this Python file, which registers a structure, a mixer or a family (docs/extend.md). Repeatable.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
@@ -82,7 +81,7 @@ Context = Annotated[
         "--context",
         parser=parse_tokens,
         metavar="TOKENS",
-        help="Prompt length that the notes on speed refer to, e.g. 32768 or 32k (32 x 1,024).",
+        help="Prompt length of the notes on speed, e.g. 32768 or 32k (32 x 1,024).",
     ),
 ]
 PlannedContext = Annotated[
@@ -91,8 +90,8 @@ PlannedContext = Annotated[
         "--context",
         parser=parse_tokens,
         metavar="TOKENS",
-        help="Show the caches of a sequence of this length, and notes on speed for it, e.g. 32768 or 32k (32 x 1,024). "
-        "Default: caches at 1K, 8K and 64K, speed at 4K.",
+        help="Show caches and notes on speed for this length, e.g. 32768 or 32k (32 x 1,024). Default: caches at 1K, "
+        "8K and 64K, speed at 4K.",
     ),
 ]
 
@@ -101,8 +100,7 @@ MeasuredTimes = Annotated[
     typer.Option(
         "--measured",
         metavar="FILE",
-        help="Predict the time of the linears from this file of `surgery bench linear --out`. Default: the times that "
-        "are included.",
+        help="Predict times of linears from this file of `surgery bench linear --out`. Default: included times.",
     ),
 ]
 
@@ -147,7 +145,7 @@ CalibrationTokens = Annotated[
         "--tokens",
         parser=parse_tokens,
         metavar="COUNT",
-        help="Read this many calibration tokens, e.g. 8192 or 8k. Default: the recipe's.",
+        help="Read this many calibration tokens, e.g. 8192 or 8k (8 x 1,024). Default: the recipe's.",
     ),
 ]
 CalibrationLength = Annotated[
@@ -164,17 +162,16 @@ CalibrationLength = Annotated[
 Calibration = Annotated[
     str | None,
     typer.Option(
-        help="Calibrate on this text: a file (.txt, .jsonl, .parquet, or .safetensors with prepared model inputs), a "
-        "folder of images, or a Hub data set (org/name[:config:split:column]). Default: the recipe's, else none."
+        help="Calibrate on this text: a file, a folder of images, or a Hub data set (org/name[:config:split:column]). "
+        "Default: the recipe's, else none."
     ),
 ]
 CalibrationTexts = Annotated[
     list[str] | None,
     typer.Option(
         "--calibration",
-        help="Calibrate on this text: a file (.txt, .jsonl, .parquet, or .safetensors with prepared model inputs), a "
-        "folder of images, or a Hub data set (org/name[:config:split:column]). Repeat it to mix several texts in equal "
-        "parts. Default: the recipe's, else none.",
+        help="Calibrate on this text: a file, a folder of images, or a Hub data set (org/name[:config:split:column]). "
+        "Repeat it to mix texts in equal parts. Default: the recipe's, else none.",
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion into the same OUT.")]
@@ -182,8 +179,7 @@ ResultDtype = Annotated[
     str | None,
     typer.Option(
         "--dtype",
-        help="Store the result in bfloat16, float16 or float32: the weights of SRC are rounded as they are read. "
-        "Default: as SRC stores them.",
+        help="Store the result in bfloat16, float16 or float32. Default: as SRC stores it.",
     ),
 ]
 Overwrite = Annotated[
@@ -213,9 +209,8 @@ Peers = Annotated[bool, typer.Option("--peers", help="Also benchmark flash-linea
 Sizes = Annotated[
     str | None,
     typer.Option(
-        help="Benchmark these problem sizes: full, main (fewer), compressed (linears at half and a quarter of the "
-        "parameters), 8b (for vllm: 8B parameters, weights drawn by vLLM) or small (for a CPU). Default: full on a GPU, "
-        "else small."
+        help="Benchmark these sizes: full, main (fewer), compressed (linears at half and a quarter), 8b (for vllm) or "
+        "small (for a CPU). Default: full on a GPU, else small."
     ),
 ]
 Only = Annotated[
@@ -248,8 +243,8 @@ DraftModel = Annotated[
     typer.Option(
         "--model",
         metavar="SRC",
-        help="With draft: the checkpoint, a local folder or a Hub id. With linear: measure the shapes of its linears, "
-        "from its config alone. With vllm: folders, separated by commas; the first is compared with.",
+        help="With draft: the checkpoint. With linear: measure the shapes of its linears. With vllm: folders, "
+        "separated by commas; the first is the base.",
     ),
 ]
 DrafterName = Annotated[
@@ -285,16 +280,15 @@ TeacherName = Annotated[
     typer.Option(
         "--teacher",
         metavar="SRC",
-        help="Distill from this checkpoint, the one that OUT was converted from: a local folder, a GGUF file, or a Hub "
-        "id.",
+        help="Distill from this checkpoint, the original: a folder, a GGUF file, or a Hub id.",
     ),
 ]
 TrainingData = Annotated[
     str | None,
     typer.Option(
         "--data",
-        help="Train on this text: a file (.txt, .jsonl, .parquet), a folder, a Hub id, or generated, which the teacher "
-        "writes. Default: the recipe's.",
+        help="Train on this text: a file, a folder, a Hub id, or generated, which the teacher writes. Default: the "
+        "recipe's.",
     ),
 ]
 HealedOut = Annotated[
@@ -329,8 +323,8 @@ Sharding = Annotated[
     str,
     typer.Option(
         "--sharding",
-        help="With several processes: ddp (every device has all weights), fsdp2 (weights, gradients and optimizer states "
-        "are divided), or auto: ddp up to 1.5B parameters if they fit.",
+        help="With several processes: ddp (every device has all weights), fsdp2 (weights are divided), or auto: ddp up "
+        "to 1.5B parameters if they fit.",
     ),
 ]
 

@@ -100,21 +100,22 @@ def commands_page() -> str:
         name: {_names(p): _option_row(p) for p in command.params if p.name != "help"}
         for name, command in group.commands.items()
     }
-    counts = Counter(row for of_command in rows.values() for row in of_command.values() if row.startswith("| `--"))
-    shared = sorted(row for row, count in counts.items() if count >= SHARED)
-    names = Counter(row.split(" | ")[0] for row in shared)
-    common = [row for row in shared if names[row.split(" | ")[0]] == 1]
+    counts = Counter(row for of_command in rows.values() for row in of_command.values())
+    common: dict[str, str] = {}  # names of an option -> its most frequent row
+    for row, count in counts.most_common():
+        if count >= SHARED:
+            common.setdefault(row.split(" | ")[0], row)
     parts.append("## Options of several commands\n\nThe sections below name those that a command has.\n")
-    parts.append("\n".join([*HEAD, *common]) + "\n")
+    parts.append("\n".join([*HEAD, *sorted(common.values())]) + "\n")
     for name, command in sorted(group.commands.items()):
         about, _, example = inspect.cleandoc(command.help or "").partition("\n\n")
         parts.append(f"## surgery {name}\n\n{' '.join(about.split())}\n")
         if example.strip().startswith("surgery "):
             parts.append(f"```console\n{example.strip()}\n```\n")
-        own = [row for row in rows[name].values() if row not in common]
+        own = [row for row in rows[name].values() if row not in common.values()]
         if own:
             parts.append("\n".join([*HEAD, *own]) + "\n")
-        if also := [names for names, row in rows[name].items() if row in common]:
+        if also := [names for names, row in rows[name].items() if row in common.values()]:
             parts.append(f"[Also](#options-of-several-commands): {', '.join(also)}.\n")
     return "\n".join(parts)
 
