@@ -54,6 +54,5 @@ def test_keys_that_nothing_sets_are_keys():
 def test_types_are_words():
     assert type_text(Literal["a", "b"] | int | None) == "`a` or `b`, integer or none"
     assert (
-        type_text(tuple[float, ...]) == "list of number"
-        and type_text(dict[str, int]) == "mapping of text to integer"
+        type_text(tuple[float, ...]) == "list of number" and type_text(dict[str, int]) == "mapping of text to integer"
     )
