@@ -134,8 +134,8 @@ class EvalOptions(BaseModel):
         dict[str, Path], BeforeValidator(parse_records), CommandLine(metavar="TASK=FILE", is_repeatable=True)
     ] = Field(
         {},
-        description="Read the records of an lm-eval task from this file of JSON lines instead of its data set, e.g. "
-        "piqa=piqa.jsonl; or a folder with TASK.jsonl. Repeatable.",
+        description="Read the records of an lm-eval task from this file of JSON lines, e.g. piqa=piqa.jsonl; or a "
+        "folder with TASK.jsonl. Repeatable.",
     )
     num_fewshot: int | None = Field(
         None, ge=0, description="Number of few-shot examples in the prompts of lm-eval tasks. Default: each task's own."
@@ -155,24 +155,21 @@ class EvalOptions(BaseModel):
     )
     use_cache: Annotated[Path | None, CommandLine(metavar="DIR")] = Field(
         None,
-        description="Store every answer in this folder, for later runs with other options too. An interrupted suite "
-        "continues without it if --out is given.",
+        description="Store every answer in this folder, for later runs with other options too.",
     )
     prompts: Literal["based", "jrt"] = Field(
         "based",
-        description="Prompts and truncation of the retrieval tasks: based (this package's), or jrt, those of the "
-        "Just-Read-Twice harness.",
+        description="Prompts of the retrieval tasks: based, or jrt (Just-Read-Twice).",
     )
     fill: Literal["exact", "ruler"] = Field(
         "exact",
-        description="Fill RULER's prompts to the exact number of tokens (exact), or by whole units as the original "
-        "(ruler).",
+        description="Fill RULER's prompts to the exact number of tokens (exact) or by whole units (ruler).",
     )
     pairs: Annotated[tuple[Annotated[int, Field(ge=1)], ...] | PairSettings, BeforeValidator(parse_pair_numbers)] = (
         Field(
             (),
-            description="Key-value pairs of mqar, e.g. 4,16,64, or the lengths and pairs of a paper: zoology, based, "
-            "log-linear. Default: one for each 16 tokens.",
+            description="Key-value pairs of mqar, e.g. 4,16,64, or those of a paper: zoology, based, log-linear. "
+            "Default: one for each 16 tokens.",
         )
     )
     greedy_prompts: int = Field(
@@ -182,7 +179,7 @@ class EvalOptions(BaseModel):
     tolerance: float = Field(
         0.01,
         ge=0,
-        description="Count a document as a tie in agreement if its losses differ by at most this, in nats per token.",
+        description="Count a document as a tie in agreement up to this difference, in nats per token.",
     )
 
     def find_records(self, task: str) -> Path | None:

@@ -127,8 +127,34 @@ def model_folders(folder: Path) -> list[Path]:
         subfolder for subfolder in sorted(folder.iterdir()) if _is_folder(subfolder) and _suite_folders(subfolder)
     ]
     if not folders_with_results:
+        _check_summaries(folder)
         raise SurgeryError(f"{folder} has no results. Write them with `surgery eval MODEL --out {folder}`.")
     return folders_with_results
+
+
+def _check_summaries(folder: Path) -> None:
+    """Raise SurgeryError for a results.json or comparison.json that is damaged, or that lies there without the folders
+    of models.
+    """
+    for name in (RESULTS, COMPARISON):
+        if (folder / name).exists() or (folder / name).is_symlink():
+            _read_summary(folder / name, name)
+            raise SurgeryError(
+                f"{folder} has a {name}, but no folder of a model with the {RESULT} of its suites, which `surgery compare` "
+                "reads. Give the whole folder that `surgery eval MODEL --out DIR` wrote."
+            )
+
+
+def _read_summary(path: Path, name: str) -> dict[str, Any]:
+    """Return what a results.json or comparison.json holds. Raises SurgeryError unless it is a JSON object."""
+    check_file(path, name)
+    read = read_json(path)
+    if not isinstance(read, dict):
+        raise SurgeryError(
+            f"{path} must hold a JSON object, as `surgery eval` and `surgery compare` write it (got a "
+            f"{type(read).__name__}). Write it again with the same command, or remove it."
+        )
+    return read
 
 
 def named_base(folders: Sequence[Path]) -> tuple[str | None, list[str]]:
@@ -173,13 +199,7 @@ def _role_fingerprint(folder: Path, role: str) -> str | None:
         path = folder / name
         if not path.exists():
             continue
-        check_file(path, name)
-        read = read_json(path)
-        if not isinstance(read, dict):
-            raise SurgeryError(
-                f"{path} must hold a JSON object, as `surgery eval` and `surgery compare` write it (got a "
-                f"{type(read).__name__}). Write it again with the same command, or remove it."
-            )
+        read = _read_summary(path, name)
         try:
             models = read["models"]
             if name == COMPARISON:

@@ -71,14 +71,14 @@ class SharedFront:
             for place, name in enumerate(names or [""]):
                 own = [str(number), cost, share, loss, interval] if place == 0 else [""] * 5
                 value = [f"{self.measured[name]:.2g}" if name in self.measured else ""] if self.quantity else []
-                table.append([*own, *value, name])
+                table.append([*own, *value, f"{name} (not healed)" if name in self.unhealed else name])
         return table
 
     def to_dict(self) -> dict[str, Any]:
         """Return its entry in comparison.json: a front without `chosen`, and its models."""
         front = self.front.model_dump(mode="json", exclude={"chosen"})
         return {"front": front, "chosen": self.chosen, "measured": self.measured, "quantity": self.quantity} | (
-            {"remark": self.remark} if self.remark else {}
+            {"remark": self.remark, "unhealed": list(self.unhealed)} if self.remark else {}
         )
 
 

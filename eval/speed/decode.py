@@ -18,7 +18,15 @@ from torch import Tensor
 
 from surgery.core.dispatch import KernelChoice, record_dispatch, use_kernels
 from surgery.eval.speed.attention import split_ranks
-from surgery.eval.speed.timer import BenchmarkCase, Call, TimedImplementation, WorkEstimate, forward, graph_call
+from surgery.eval.speed.timer import (
+    BenchmarkCase,
+    Call,
+    TimedImplementation,
+    WorkEstimate,
+    forward,
+    graph_call,
+    graph_title,
+)
 from surgery.mixers import MIXERS, MixerInputs, MixerState
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.linear_config import LinearAttention
@@ -102,7 +110,7 @@ def benchmark_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> Ite
         for batch in BATCHES[sizes]:
             for graph in (False, True):
                 sized = {**where, "batch": batch, "lanes": batch * heads, "context": length}
-                name = f"decode, batch {batch}{', CUDA graph' if graph else ''}"
+                name = f"decode, batch {batch}{f', {graph_title(device)}' if graph else ''}"
                 yield BenchmarkCase(
                     name, length, sized, _implementations(mixer_states, batch, length, graph, sized), launches=not graph
                 )

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from surgery.core.dispatch import DispatchedOp, KernelChoice, load_kernels
 from surgery.core.errors import SurgeryError
 from surgery.eval.speed.roofline import linear_work
-from surgery.eval.speed.timer import BenchmarkCase, Call, TimedImplementation, backward, forward, graph_call
+from surgery.eval.speed.timer import (
+    BenchmarkCase,
+    Call,
+    TimedImplementation,
+    backward,
+    forward,
+    graph_call,
+    graph_title,
+)
 from surgery.modeling.quantize import make_storage, quantize_module
 from surgery.structures import STRUCTURES
 from surgery.structures.btt import BTT, btt_linear
@@ -70,7 +78,7 @@ def benchmark_cases(
             where = {"inputs": in_, "outputs": out, "tokens": tokens}
             title = f"{in_:,} -> {out:,}"
             if tokens == 1:
-                yield _make_graph_case(f"linear {title}, forward, CUDA graph", where, entries, device, dtype)
+                yield _make_graph_case(f"linear {title}, forward, {graph_title(device)}", where, entries, device, dtype)
                 name = f"linear {title}, CPU time of an eager call"
                 yield _make_host_case(name, where, entries, "no grad", device, dtype)
                 yield _make_host_case(f"{name} with gradients", where, entries, "grad", device, dtype)

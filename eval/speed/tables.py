@@ -9,6 +9,7 @@ from typing import Any
 from surgery.core.errors import SurgeryError
 from surgery.eval.speed.context_tables import save_speed_plot, speed_markdown, speed_tables
 from surgery.eval.speed.serve_tables import reproduction, save_serve_plot, serve_markdown, serve_tables
+from surgery.planning.measured_times import CAPTURED, IN_A_ROW
 
 ResultRow = dict[str, Any]  # of surgery.eval.speed.timer, which brings torch
 
@@ -62,7 +63,7 @@ def result_grids(rows: list[ResultRow]) -> list[tuple[str, list[int], list[tuple
             grids.append(
                 _make_grid(f"{title}, peak GB beside weights", here, lambda row: format_in_units(row.get("peak"), 1e9))
             )
-        if kind == "decode" and "graph" not in title:
+        if kind == "decode" and not title.endswith((CAPTURED, IN_A_ROW)):
             grids.append(_make_grid(f"{title}, cache in MB", here, lambda row: format_in_units(row.get("cache"), 1e6)))
     return grids
 

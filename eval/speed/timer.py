@@ -26,6 +26,7 @@ from torch import Tensor
 
 from surgery.core.dispatch import KernelChoice, record_dispatch, use_kernels
 from surgery.core.errors import SurgeryError
+from surgery.planning.measured_times import CAPTURED, IN_A_ROW
 
 FLUSH_BYTES = 2**27  # bytes, twice the L2 cache of an H200
 CYCLES_PER_MS, MAX_PAUSE_MS = 2_000_000, 5.0  # of a GPU's clock in a millisecond, about; ms of a pause at most
@@ -329,6 +330,11 @@ def backward(call: Call, leaves: list[Tensor]) -> Call:
         torch.autograd.grad(out, leaves, gradients[0], allow_unused=True)
 
     return run
+
+
+def graph_title(device: torch.device) -> str:
+    """Return how `graph_call` runs its calls, as the titles of tables end (surgery.planning.measured_times)."""
+    return CAPTURED if device.type == "cuda" else IN_A_ROW
 
 
 def graph_call(calls: list[Call], device: torch.device) -> Call:

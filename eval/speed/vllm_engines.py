@@ -3,9 +3,11 @@
 Each model runs in processes of its own, one after another: in every round all models take turns, so that other load and
 the card's temperature affect all of them. A process starts `vllm.LLM` and measures every cell (prompt tokens, batch):
 
-    prefill = seconds of one new token
-    decode = (seconds of 1 + new tokens - seconds of one new token) / new        one step of the whole batch
+    prefill = seconds until every prompt has its first token, the median of three calls with one new token each
+    decode = seconds of a step of the whole batch: mean over the steps after every prompt has its first token and before
+             the first request ends
 
+Prefill is not subtracted from a longer call: for 16 prompts of 8K tokens its noise is larger than all decoding.
 Greedy, on random prompts given as token ids, without tokenizer, end of text and prefix caching. Each call is made once
 before it is timed. Shown are medians and ranges over the rounds.
 
@@ -60,6 +62,7 @@ SHAPES_HERE["8b"] = {
 }
 NEW_TOKENS = {"full": 128, "main": 128, "8b": 128, "small": 16}
 LARGEST_BATCH, STEP_TOKENS, MEMORY_SHARE = 64, 8192, 0.85
+PREFILLS, WARM_TOKENS = 3, 9  # timed calls with one new token; new tokens of the call before decoding is timed
 ORIGINAL = "original"
 RECIPES: dict[str, dict[str, Any]] = {  # of random models: keys that take the place of a recipe's, which need a text
     "fast-half": {"tune": None},
@@ -274,13 +277,14 @@ def measure_engine(folder: str, sizes: str, dtype: str) -> dict[str, Any]:
     for length, batch in cells:
         shape = (batch, length)
         ids = torch.randint(4, config.model_config.get_vocab_size(), shape, generator=generator).tolist()
-        seconds = [_timed(llm, ids, count) for count in (1, 1 + new)]
+        prefills = [run_requests(llm.llm_engine, ids, 1)[0] for _ in range(1 + PREFILLS)][1:]
+        decode = [run_requests(llm.llm_engine, ids, count)[1] for count in (WARM_TOKENS, 1 + new)][1]
         rows.append(
             {
                 "prompt": length,
                 "batch": batch,
-                "prefill_s": round(seconds[0], 6),
-                "decode_ms": round((seconds[1] - seconds[0]) / new * 1e3, 5),
+                "prefill_s": round(median(prefills), 6),
+                "decode_ms": round(decode * 1e3, 5),
             }
         )
     about = {
@@ -305,17 +309,29 @@ def _skip_weight_checks() -> None:
     layers.check_complete = lambda self, path, flats: None
 
 
-def _timed(llm: Any, prompts: list[list[int]], tokens: int) -> float:
-    """Return the seconds in which vLLM writes that many tokens behind every prompt, at the second call."""
+def run_requests(engine: Any, prompts: list[list[int]], tokens: int) -> tuple[float, float]:
+    """Let vLLM write that many tokens behind every prompt. Return (seconds until every prompt has its first token, mean
+    seconds of a step from then on until a request ends; 0 without such a step).
+
+    Prompts that are read in several steps have their first tokens at different times, so the earliest ones end first.
+    """
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False)
-    seconds = 0.0
-    for _ in range(2):
-        start = time.perf_counter()
-        llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
-        seconds = time.perf_counter() - start
-    return seconds
+    start = time.perf_counter()
+    for number, ids in enumerate(prompts):
+        engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
+    begun: set[str] = set()
+    ends: list[float] = []  # of the step that completes the first tokens, and those in which every request wrote
+    has_ended = False
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        begun |= {output.request_id for output in outputs if output.outputs[0].token_ids}
+        has_ended |= any(output.finished for output in outputs)
+        if len(begun) == len(prompts) and not (ends and has_ended):
+            ends.append(time.perf_counter())
+    steps = len(ends) - 1
+    return ends[0] - start, (ends[-1] - ends[0]) / steps if steps else 0.0
 
 
 def _power_limit() -> dict[str, str]:

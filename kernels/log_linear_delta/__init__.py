@@ -2,15 +2,18 @@
 
     o_t = sum_l lambda_t^(l) q_t S_t^(l)      S_t^(l): the gated delta rule's state of Fenwick bucket l of t's past
 
-Guo et al. 2025, "Log-Linear Attention", sections 3.3 and 3.4. First every chunk by itself: the WY form of the plain rule
-(kernels/gated_delta/wy.py), then outputs (kernels/log_linear_delta/chunk.py). Forward of rows without a past: the slots
-of a Fenwick tree over chunks, each stored once, and one pass in which every chunk reads its slots
-(kernels/log_linear_delta/slots.py). Backward, rows with a past, and features of more than twice the values: the tree
-level by level (kernels/log_linear_delta/levels.py). The backward recomputes the states; only the inputs are saved.
+Guo et al. 2025, "Log-Linear Attention", sections 3.3 and 3.4. First every chunk by itself: the WY form of the plain
+rule (kernels/gated_delta/wy.py), then outputs (kernels/log_linear_delta/chunk.py). Forward of rows without a past:
+the slots of a Fenwick tree over chunks, each stored once, and one pass in which every chunk reads its slots
+(kernels/log_linear_delta/slots.py). Their backward, off until it has run on a GPU (`plan.SLOTS_BACKWARD`): every
+slot's gradient once, from all chunks that read it, then the tree from its root to the chunks
+(kernels/log_linear_delta/slot_gradients.py). Rows with a past, features of more than twice the values, and backward
+those of more than the values or three and more query heads of a group: the tree level by level
+(kernels/log_linear_delta/levels.py). The backward recomputes the states; only the inputs are saved.
 Shapes as in kernels/gated_delta/__init__.py; level (B, T, G, J, L): lambdas.
 
-Counted for 64 tokens of a head, 256 chunks, V = K = 128, bf16: KiB moved between GPU memory and programs, and million
-FLOP of products.
+Counted floor for 64 tokens of a head, 256 chunks, V = K = 128, bf16: KiB moved between GPU memory and programs, where
+what several programs of a kernel read counts once, and million FLOP of products.
 
 | | KiB | MFLOP |
 | --- | --- | --- |
@@ -19,12 +22,16 @@ FLOP of products.
 | forward level by level | 623 | 36 |
 | backward of the gated delta rule | 720 | 34 |
 | backward level by level | 2,180 | 95 |
+| backward by slots | 1,540 | 99 |
+
+Twice the chunks add 40 KiB and 5 MFLOP to the backward by slots, 152 KiB and 8 MFLOP to that level by level. Kernels
+launched for 256 chunks of rows with a start: 22 by slots, 25 level by level, 32 with the levels in two groups.
 
 With V = 64 the forward by slots moves 310 KiB instead of 424, with 24 MFLOP instead of 18.
 
 One H200, bf16, B = 2, 48 heads, V = 64, K = 128, keys shared by the heads, all levels one by one (2026-11-21), ms forward
 / with its backward: 0.91 / 4.7 for 4,096 tokens, 1.7 / 9.8 for 8,192, 7.5 / 50 for 32,768, 16 / 117 for 65,536. The
-forward by slots has not been timed yet. The reference takes 36 times as long at 1,024, so the kernel is used wherever it
+backward by slots is not timed yet. The reference takes 36 times as long at 1,024, so the kernel is used wherever it
 accepts the arguments.
 """
 

@@ -27,6 +27,13 @@ from surgery.kernels.log_linear_delta.levels import (
     level_up,
     lowest_levels,
 )
+from surgery.kernels.log_linear_delta.slot_gradients import (
+    SegmentGradients,
+    chunk_gradients,
+    read_backward,
+    slot_gradients,
+    split_gradients,
+)
 from surgery.kernels.log_linear_delta.slots import LOG_GROUP, Segments, group_slots, join_slots, read_slots
 
 # Shares of the free memory for the states S that chunks read at one level. Levels whose states do not fit together are
@@ -36,6 +43,9 @@ FORWARD_MEMORY_SHARE, BACKWARD_MEMORY_SHARE = 1 / 6, 1 / 24
 
 # Bytes of a transition (K, K) up to which `read_slots` holds it in shared memory beside its other tiles, on any GPU.
 MOST_TRANSITION_BYTES = 32 * 1024
+# The backward through slots: whether it is used (not before it has run on a GPU; tests turn it on), and the most query
+# heads of a group. With them the products of a read grow from 5 to 5 J, where those of a level grow from 8 to 6 + 2 J.
+SLOTS_BACKWARD, MOST_SLOT_HEADS = False, 2
 
 
 @dataclass(frozen=True)
@@ -136,7 +146,7 @@ class LogLinearDeltaPlan(DeltaPlan):
         """Return (out_BGJTV, the buckets behind the tokens, None without buckets)."""
         if self.has_slots:
             t = launch_wy_forward(self)
-            return self.read_slots(t, self.build_slots(t)), None
+            return self.read_slots(t, self.build_slots(t)[0]), None
         t, state = self.prepare()
         after = None if self.bucket_lRGKV is None else torch.zeros_like(self.bucket_lRGKV)
         groups = self.groups(FORWARD_MEMORY_SHARE)
@@ -159,33 +169,38 @@ class LogLinearDeltaPlan(DeltaPlan):
         size = s.block_k**2 * self.v.element_size()
         return self.bucket_lRGKV is None and size <= MOST_TRANSITION_BYTES and s.K <= 2 * s.V
 
-    def segments(self, entries: int, dtype: torch.dtype) -> Segments:
-        """Return uninitialized `Segments`."""
+    def segments(self, entries: int, dtype: torch.dtype, rows: int) -> Segments:
+        """Return uninitialized `Segments` with so many rows of X^T."""
         s, device = self.sizes, self.k.device
-        x = torch.empty(entries, s.G, s.V + s.K, s.K, dtype=dtype, device=device)
+        x = torch.empty(entries, s.G, rows, s.K, dtype=dtype, device=device)
         return Segments(x, torch.empty(entries, s.G, dtype=torch.float32, device=device))
 
-    def build_slots(self, t: WYTerms) -> Segments:
-        """Return the slots of all chunks: those of groups of chunks in one launch, then one launch for each level."""
+    def build_slots(self, t: WYTerms, with_rights: bool = False) -> tuple[Segments, Segments]:
+        """Return (the slots of all chunks, F^T of the right segments of level 1 and more by borders): those of groups of
+        chunks in one launch, then one launch for each level. with_rights False: the slots again in place of these.
+        """
         s = self.sizes
-        slots = self.segments(s.most[0], s.dtype)
+        every = s.V + s.K
+        slots = self.segments(s.most[0], s.dtype, every)
+        rights = self.segments(s.most[0], s.dtype, s.K) if with_rights else slots
         if self.levels == 0:
-            return slots
+            return slots, rights
         blocks = s.blocks + -(-s.K // s.block)
         groups, is_whole = ((s.N - 1) >> LOG_GROUP) + 2, self.levels > LOG_GROUP + 1
-        whole = self.segments(s.most[LOG_GROUP], torch.float32) if is_whole else slots
+        whole = self.segments(s.most[LOG_GROUP], torch.float32, every) if is_whole else slots
         group_slots[(s.R * groups * blocks, s.G)](
-            GroupTensor.from_tensor(self.k), (t.w, t.u, t.c), s.table, slots, whole, self.top, groups, **s.kernel,
-            LOG_GROUP=LOG_GROUP, WHOLE=is_whole, num_warps=4, num_stages=2,
+            GroupTensor.from_tensor(self.k), (t.w, t.u, t.c), s.table, slots, whole, rights, self.top, groups,
+            **s.kernel, LOG_GROUP=LOG_GROUP, WHOLE=is_whole, RIGHTS=with_rights, num_warps=4, num_stages=2,
         )  # fmt: skip
         for level in range(LOG_GROUP, self.levels - 1):
             grid, pairs = self.grid(level, blocks)
-            parents = self.segments(s.most[level + 1], torch.float32)
+            parents = self.segments(s.most[level + 1], torch.float32, every)
             join_slots[grid](
-                s.table, whole, parents, slots, level, self.top, pairs, **s.kernel, num_warps=4, num_stages=1
-            )
+                s.table, whole, parents, slots, rights, level, self.top, pairs, **s.kernel, RIGHTS=with_rights,
+                num_warps=4, num_stages=1,
+            )  # fmt: skip
             whole = parents
-        return slots
+        return slots, rights
 
     def read_slots(self, t: WYTerms, slots: Segments) -> Tensor:
         """Return out_BGJTV."""
@@ -260,6 +275,8 @@ class LogLinearDeltaPlan(DeltaPlan):
     # -- backward ------------------------------------------------------------------------------------------
     def backward(self, do: Tensor, dafter: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v, beta, gates, level, bucket and extra from those of `forward`."""
+        if self.has_slots_backward:
+            return *self.slots_backward(do), None, None
         s = self.sizes
         t, state = self.prepare()
         read = self.reads(t)
@@ -292,6 +309,84 @@ class LogLinearDeltaPlan(DeltaPlan):
             has_chunk_R = s.table[:, 3] % s.C + s.table[:, 2] > 0
             dextra = torch.where(has_chunk_R[:, None, None, None], down[s.table[:, 4]].mT, 0)
         return dq, dk, dv, dbeta, dgates, sums.dlevel, dbucket, dextra
+
+    @property
+    def has_slots_backward(self) -> bool:
+        """Whether the backward goes through slots (kernels/log_linear_delta/slot_gradients.py) instead of every level:
+        where the forward reads slots and there is more than one chunk, for features up to the values and few query
+        heads of a group.
+
+        With twice as many features as values, the products with transitions are a third more than those of the levels.
+        Each query head takes its rows through every slot that it reads, where states pass through levels once for all.
+        """
+        s = self.sizes
+        return SLOTS_BACKWARD and self.has_slots and self.levels > 0 and s.K <= s.V and s.J <= MOST_SLOT_HEADS
+
+    def slots_backward(self, do: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of q, k, v, beta, gates and level."""
+        s = self.sizes
+        t = launch_wy_forward(self)
+        slots, rights = self.build_slots(t, with_rights=True)
+        dlevel = torch.zeros(self.level.shape, dtype=torch.float32, device=do.device)
+        dread, dc = s.buffer(s.J, s.C, s.K), s.buffer(2, s.C, dtype=torch.float32)
+        grads = self.read_slots_backward(do, t, slots, dread, dlevel)
+        blocks = s.blocks + 2 * -(-s.K // s.block)
+        for level in range(self.levels - 1, 0, -1):
+            grid, pairs = self.grid(level, blocks)
+            split_gradients[grid](
+                s.table, slots, rights, grads, level, self.levels, self.top, pairs, s.most[0], **s.kernel,
+                num_warps=4, num_stages=2,
+            )  # fmt: skip
+        products, dv, dt = self._chunk_backward(do, t, dread, dlevel, dc)
+        dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=do.device)
+        dk, dw, du = s.buffer(s.C, s.K, dtype=torch.float32), s.buffer(s.C, s.K), s.buffer(s.V, s.C)
+        grid, pairs = self.grid(0, 1)
+        chunk_gradients[grid](
+            *self.queries_keys, s.table, (t.w, t.u, t.c), slots, grads, (*products, dread), (dq, dk, dw, du, dc),
+            self.levels, self.top, self.q.shape[3], pairs, s.J, s.most[0], **s.kernel, num_warps=4, num_stages=1,
+        )  # fmt: skip
+        del slots, rights, grads
+        return dq, *launch_wy_backward(self, t, WYOutputGradients(dw, du, dk, dc, dt, dv)), dlevel
+
+    def read_slots_backward(
+        self, do: Tensor, t: WYTerms, slots: Segments, dread: Tensor, dlevel: Tensor
+    ) -> SegmentGradients:  # fmt: skip
+        """Return the gradients of slots from what reads them, as those of left segments; fill dread, add to dlevel."""
+        s, J = self.sizes, self.sizes.J
+        firsts, most = self.slot_reads()
+        reads, dreads = (torch.empty(most, s.G, J, s.C, s.K, dtype=s.dtype, device=do.device) for _ in range(2))
+        wide = {"BV": min(128, max(16, triton.next_power_of_2(s.V)))}
+        outputs, level = HeadTensor.from_tensor(do), LevelTensor.from_tensor(self.level)
+        read_backward[(s.R * s.N, s.G * J)](
+            *self.queries_keys, outputs, level, s.table, (t.c, t.w), slots, firsts, reads, dreads, dread, dlevel,
+            self.top, self.q.shape[3], s.N, J, **self.level_options | wide, num_warps=4, num_stages=1,
+        )  # fmt: skip
+        phi = torch.empty(2, s.most[0], s.G, s.K, s.K, dtype=s.dtype, device=do.device)
+        grads = SegmentGradients(s.buffer(s.V, s.K), phi)
+        # Large tiles, since each block reads all of R, and two programs on a multiprocessor.
+        block, warps, registers = (128, 8, 128) if s.block_k == 128 else (s.block, 4, None)
+        blocks = -(-s.V // block) + -(-s.K // block)
+        slot_gradients[(s.R * s.N * blocks, s.G)](
+            outputs, level, s.table, firsts, reads, dreads, grads, self.top, s.N, J,
+            **self.level_options | {"BV": block}, num_warps=warps, num_stages=3, maxnreg=registers,
+        )  # fmt: skip
+        return grads
+
+    def slot_reads(self) -> tuple[Tensor, int]:
+        """Return (firsts (R, N): the reads of slots before those of each border's slot, a bound of all reads).
+
+        The slot of border n, of chunk number e, is read by as many chunks as the lowest set bit of e says, if the row
+        has them. A row of n chunks from number 0 on has at most n log2(n) / 2 reads; from another number on, n more.
+        """
+        s, table = self.sizes, self.sizes.table
+        start_R1, tokens_R1 = table[:, 3:4], table[:, 2:3]
+        chunks_R1 = (start_R1 % s.C + tokens_R1 + s.C - 1) // s.C
+        n_N = torch.arange(s.N, device=table.device)
+        e_RN = (start_R1 // s.C & ((1 << self.top) - 1)) + n_N
+        reads_RN = torch.minimum(e_RN & -e_RN, chunks_R1 - n_N).clamp_min_(0).mul_(n_N > 0)
+        every_RN = reads_RN.flatten().cumsum(0).view_as(reads_RN)
+        most = (s.most[0] * (s.N - 1).bit_length() + 1) // 2 + s.most[0] * (self.levels > self.top)
+        return every_RN - reads_RN, most
 
     def reads(self, t: WYTerms) -> Tensor:
         """Return R (chunks, G, J, C, K) of every chunk and query head."""
@@ -348,21 +443,29 @@ class LogLinearDeltaPlan(DeltaPlan):
             **self.level_options | tiles, PARTS=self.parts, **flags, num_stages=1,
         )  # fmt: skip
 
+    def _chunk_backward(
+        self, do: Tensor, t: WYTerms, dread: Tensor, dlevel: Tensor, dc: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+        """Return ((P, dP . M), the part of dv from inside chunks, dT) of what chunks read of themselves; add to dlevel
+        and store the last part of dc."""
+        s = self.sizes
+        dv = torch.empty(self.v.shape, dtype=self.v.dtype, device=do.device)
+        dt = s.buffer(s.C, s.C, dtype=torch.float32)
+        ps, dps = s.buffer(s.J, s.C, s.C), s.buffer(s.J, s.C, s.C)
+        chunk_backward[(s.R * s.N, s.G)](
+            *self.inputs, HeadTensor.from_tensor(do), s.table, (t.c, t.y, t.w), dread, ps, dps, dv, dt, dlevel, dc,
+            self.q.shape[3], s.N, s.J, **self.level_options | s.wide_kernel, BX=s.features, PARTS=dc.shape[2],
+            num_warps=s.loop_warps, num_stages=1,
+        )  # fmt: skip
+        return (ps, dps), dv, dt
+
     def _chunk_gradients(self, do: Tensor, t: WYTerms, sums: GatheredGradients) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, the part of dv from inside chunks, dT), and add to `sums` what chunks read of themselves."""
         s, parts = self.sizes, self.parts
-        chunks = s.R * s.N
-        dv = torch.empty(self.v.shape, dtype=self.v.dtype, device=do.device)
-        dt = s.buffer(s.C, s.C, dtype=torch.float32)
+        products, dv, dt = self._chunk_backward(do, t, sums.dread, sums.dlevel, sums.dc)
         dq = torch.empty(self.q.shape, dtype=self.q.dtype, device=do.device)
-        ps, dps = s.buffer(s.J, s.C, s.C), s.buffer(s.J, s.C, s.C)
-        chunk_backward[(chunks, s.G)](
-            *self.inputs, HeadTensor.from_tensor(do), s.table, (t.c, t.y, t.w), sums.dread, ps, dps, dv, dt, sums.dlevel,
-            sums.dc, self.q.shape[3], s.N, s.J, **self.level_options | s.wide_kernel, BX=s.features, PARTS=parts,
-            num_warps=s.loop_warps, num_stages=1,
-        )  # fmt: skip
-        chunk_backward_features[(chunks, s.G, parts - 1)](
-            *self.queries_keys, s.table, t.c, ps, dps, sums.dread, dq, sums.dk, sums.dw, sums.dc, self.q.shape[3], s.N,
-            s.J, **s.kernel, BX=s.features, PARTS=parts, num_warps=4, num_stages=1,
+        chunk_backward_features[(s.R * s.N, s.G, parts - 1)](
+            *self.queries_keys, s.table, t.c, *products, sums.dread, dq, sums.dk, sums.dw, sums.dc, self.q.shape[3],
+            s.N, s.J, **s.kernel, BX=s.features, PARTS=parts, num_warps=4, num_stages=1,
         )  # fmt: skip
         return dq, dv, dt

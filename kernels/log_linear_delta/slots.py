@@ -80,11 +80,25 @@ def store_slot(
     tl.store(slots.gamma + at, gamma, mask=is_read & (at_r == 0))
 
 
+@triton.jit
+def store_right(
+    rights, row, b, a0, chunks, g, f_RK, gamma, first, G: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr,
+):  # fmt: skip
+    """Store the program's block of F^T of the right segment that begins with chunk number b, if the row has a chunk on
+    either side of that border."""
+    is_border = (b > a0) & (b < a0 + chunks)
+    at = (row.base + tl.where(is_border, b - a0, 0)) * G + g
+    store_matrix(rights.x + (at * K + first) * K, tl.where(is_border, K - first, 0), K, 0, f_RK, BV, BK)
+    tl.store(rights.gamma + at, gamma, mask=is_border & (first == 0))
+
+
 @triton.jit(do_not_specialize=["top", "GROUPS"])
 def group_slots(
-    k, terms, rows, slots, whole, top, GROUPS,
+    k, terms, rows, slots, whole, rights, top, GROUPS,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, LOG_GROUP: tl.constexpr, WHOLE: tl.constexpr,
+    RIGHTS: tl.constexpr,
 ):  # fmt: skip
     """Store the slots of levels below LOG_GROUP of one group of chunks, its slot if it is a left segment, and with
     WHOLE its X^T.
@@ -93,7 +107,8 @@ def group_slots(
 
     k: `GroupTensor`; terms: (w, u, c); slots, whole: `Segments`, of all chunks and of all groups. A run starts at each
     even chunk a of the group, number 0 included, and its first 1, 2, 4, .. chunks are left segments while their number
-    is below the largest power of two in a. Run 0 goes through the whole group.
+    is below the largest power of two in a. Run 0 goes through the whole group. With RIGHTS, runs of F^T go on to that
+    power of two: then they are right segments of level 1 or more, whose F^T is stored in rights (`Segments` without S).
     """
     w, u, c = terms
     r, i, block = program_part(GROUPS, (V + BV - 1) // BV + (K + BV - 1) // BV)
@@ -108,7 +123,10 @@ def group_slots(
     for run in tl.static_range(1 << (LOG_GROUP - 1)):
         x_RK = tl.zeros([BV, BK], tl.float32)
         gamma = 1.0
-        for step in range((1 << LOG_GROUP) if run == 0 else (run & -run)):
+        steps = (1 << LOG_GROUP) if run == 0 else (run & -run)
+        if RIGHTS and run > 0:
+            steps = tl.where(in_f, 2 * steps, steps)
+        for step in range(steps):
             n = begin + 2 * run + step - a0
             chunk, at = load_passed_chunk(k, w, c, row, n, chunks, g, G, K, C, BK)
             if in_f:
@@ -126,8 +144,12 @@ def group_slots(
             count = step + 1
             e = begin + 2 * run + count
             is_left = ((count & step) == 0) & ((count < (1 << LOG_GROUP)) | ((group & 1) == 0))
+            if RIGHTS and run > 0:
+                is_left = is_left & (count <= (run & -run))
             if is_left:
                 store_slot(slots, row, e, a0, chunks, g, x_RK, gamma, at_r, size - first, G, K, V, BK, BV)
+        if RIGHTS and (in_f & ((run > 0) | ((group & 1) == 1))):
+            store_right(rights, row, begin + 2 * run, a0, chunks, g, x_RK, gamma, first, G, K, BK, BV)
         if WHOLE and run == 0:
             at = (tl.load(rows + r * WIDTH + 4 + LOG_GROUP) + i) * G + g
             store_matrix(whole.x + (at * (V + K) + at_r) * K, size - first, K, 0, x_RK, BV, BK)
@@ -136,15 +158,16 @@ def group_slots(
 
 @triton.jit(do_not_specialize=["lev", "top", "PAIRS"])
 def join_slots(
-    rows, whole, parents, slots, lev, top, PAIRS,
+    rows, whole, parents, slots, rights, lev, top, PAIRS,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr, RIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """Store X^T of one pair of segments of level `lev`, and its slot if it is a left segment.
+    """Store X^T of one pair of segments of level `lev`, and its slot if it is a left segment; with RIGHTS, F^T if it is
+    a right one.
 
     Grid: (R x PAIRS x blocks of rows of X^T, G).
 
-    whole, parents, slots: `Segments` of levels lev and lev + 1, and of all chunks.
+    whole, parents, slots: `Segments` of levels lev and lev + 1, and of all chunks; rights: as in `group_slots`.
     """
     r, i, block = program_part(PAIRS, (V + BV - 1) // BV + (K + BV - 1) // BV)
     g = tl.program_id(1).to(tl.int64)
@@ -173,6 +196,8 @@ def join_slots(
     if (pair & 1) == 0:
         e = (pair + 1) << (lev + 1)
         store_slot(slots, row, e, a0, chunks, g, x_RK, gamma * gamma_r, at_r, rows_R, G, K, V, BK, BV)
+    elif RIGHTS and in_f:
+        store_right(rights, row, pair << (lev + 1), a0, chunks, g, x_RK, gamma * gamma_r, first, G, K, BK, BV)
 
 
 @triton.jit

@@ -33,7 +33,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from recipes.papers.experiments.sweep import append_rows
-from recipes.papers.quality.quantized import run_script
+from recipes.papers.script import run_script
 from surgery.core.errors import SurgeryError
 
 ENDED = "jobs.jsonl"

@@ -18,7 +18,7 @@ token, and with a device `decode` and `prefill` in nanoseconds (surgery/budget/t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,6 +80,11 @@ class Kind:
     part: str
     family: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """The name with the part of a layer, such as "mlp pruned 50%", as `--only` reads it."""
+        return f"{self.part} {self.name}"
 
     @property
     def number(self) -> int | None:
@@ -238,22 +243,30 @@ def part_name(layer: str, part: str) -> str:
     return f"{layer} {part}"
 
 
-def find_choices(model: MetaModel, settings: Mapping[str, Any], kinds: Sequence[Kind], counting: Counting) -> Choices:
+def find_choices(
+    model: MetaModel,
+    settings: Mapping[str, Any],
+    kinds: Sequence[Kind],
+    counting: Counting,
+    is_wanted: Callable[[str], bool] = lambda title: True,
+) -> Choices:
     """Return the choices of a model.
 
-    settings: keys that all recipes have, such as the calibration text. A kind that does not suit the model is left out with a note. Raises SurgeryError if no
-    kind is left.
+    settings: keys that all recipes have, such as the calibration text. is_wanted: whether `--only` selects a title. A kind
+    that does not suit the model is left out, with a note if it is wanted. Raises SurgeryError if no kind is left.
     """
     plans: dict[tuple[str, str], Plan] = {}
     notes: list[str] = []
+    unsuitable = ""
     for kind in kinds:
         try:
             plans[kind.part, kind.name] = make_plan(model, kind_recipe(kind, settings))
         except SurgeryError as error:
-            notes.append(f"{kind.part} {kind.name} is left out: {error}")
+            unsuitable = f"{kind.title} is left out: {error}"
+            notes += [unsuitable] if is_wanted(kind.title) else []
     left = [kind for kind in kinds if (kind.part, kind.name) in plans]
     if all(kind.number is not None for kind in left):
-        raise SurgeryError(f"search: no kind of choice suits this model. {notes[-1] if notes else ''}")
+        raise SurgeryError(f"search: no kind of choice suits this model. {unsuitable}")
     plan = next(plan for plan in plans.values() if plan.experts is None)
     fewer = [kind for kind in left if kind.number is not None]
     shapes = {path: attention_shape(model.model, path) for path in attention_paths(model.model)}
@@ -270,7 +283,7 @@ def find_choices(model: MetaModel, settings: Mapping[str, Any], kinds: Sequence[
     base |= counted.times_of(plan.layout.linears, shapes.values())
     choices: list[Choice] = []
     removable, note = removable_layers(model, plan)
-    notes += [note] if note else []
+    notes += [note] if note and is_wanted(f"layer {REMOVED}") else []
     attention_in = {layer: path for path, layer in layer_of.items()}
     for layer in plan.layout.layers:
         found: list[Choice] = []

@@ -109,7 +109,11 @@ class SearchSettings:
         """Return whether a choice changes the model and `only` selects its kind; fewer bits are selected by `bits`."""
         if choice.bits not in (FULL_BITS, *self.bits):
             return False
-        return choice.is_change and (choice.name == AS_IS or is_selected(choice.title, self.only))
+        return choice.is_change and (choice.name == AS_IS or self.selects_title(choice.title))
+
+    def selects_title(self, title: str) -> bool:
+        """Return whether `only` selects the title of a kind of choices."""
+        return is_selected(title, self.only)
 
     def keys(self) -> dict[str, Any]:
         """Return the keys that all recipes of the search have."""
@@ -142,7 +146,8 @@ def search(
     folder = FolderSource(source, settings.trust_remote_code, settings.revision)
     model = folder.open(progress)
     counting = settings.counting(limits)
-    choices = find_choices(model, settings.keys(), [*default_kinds(), *expert_kinds(model)], counting)
+    kinds = [*default_kinds(), *expert_kinds(model)]
+    choices = find_choices(model, settings.keys(), kinds, counting, settings.selects_title)
     if not any(settings.selects(choice) for choice in choices.choices):
         names = ", ".join(dict.fromkeys(choice.title for choice in choices.choices if choice.is_change))
         raise SurgeryError(f"search: --only {settings.only!r} selects no kind of choice; kinds are {names}")
@@ -268,13 +273,14 @@ class Measuring:
         for kind in [kind for kind in self.choices.kinds if kind.part == ATTENTION]:
             window = kind.settings.get("window", 0) + kind.settings.get("sinks", 0)
             if window >= length:
-                self.choices.notes.append(
-                    f"attention {kind.name} is left out: its window of {window} tokens holds whole samples of {length} "
-                    "tokens, so that nothing shows what it loses. Give a larger --length"
-                )
+                if self.settings.selects_title(kind.title):
+                    self.choices.notes.append(
+                        f"{kind.title} is left out: its window of {window} tokens holds whole samples of {length} "
+                        "tokens, so that nothing shows what it loses. Give a larger --length"
+                    )
+                    self.progress.say(f"note: {self.choices.notes[-1]}")
                 self.choices.choices = [choice for choice in self.choices.choices if choice.kind != kind]
                 self.choices.kinds.remove(kind)
-                self.progress.say(f"note: {self.choices.notes[-1]}")
 
     # -- measuring ---------------------------------------------------------------------------------
     def _measure(self, missing: list[Choice]) -> None:

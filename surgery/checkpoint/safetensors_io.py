@@ -147,6 +147,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
     try:
         size = path.stat().st_size
+        if size == 0:
+            raise damaged_error("it is empty")
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):

@@ -246,7 +246,11 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
     if not path.is_file():
         raise SurgeryError(f"{name} has no config.json; {_suggest_folder(folder)}")
     config = read_json(path)
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+    if not isinstance(config, dict):
+        raise SurgeryError(
+            f"{path} must hold a JSON object, as a Hugging Face config does (got {type(config).__name__})"
+        )
+    if not isinstance(config.get("model_type"), str):
         raise SurgeryError(f'{path} names no model_type; a Hugging Face config has one, for example "llama"')
     _check_config_sizes(config, path)
     check_no_outside_code(config, path)

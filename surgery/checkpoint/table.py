@@ -37,7 +37,10 @@ def read_table(config: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
     """
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("quant_method") != QUANT_METHOD:
-        raise SurgeryError(f"{name} is not a converted checkpoint (its config.json has no surgery table)")
+        raise SurgeryError(
+            f"{name} is not a converted checkpoint (its config.json has no surgery table). Give a folder that "
+            "`surgery convert` wrote"
+        )
     modules = quantization.get("modules")
     if not isinstance(modules, dict) or not all(isinstance(entry, dict) for entry in modules.values()):
         raise SurgeryError(f"{name}: the surgery table in config.json is damaged")

@@ -59,8 +59,8 @@ Verify = Annotated[
     typer.Option(
         "--verify",
         metavar="RESULTS",
-        help="Measure nothing: say what differs between the versions, models, data and options of these finished "
-        "results and those given here. Exit code 1 unless all is the same.",
+        help="Measure nothing: say what differs between these finished results and the arguments given here. Exit code "
+        "1 unless all is the same.",
     ),
 ]
 Dtype = Annotated[
@@ -83,8 +83,8 @@ def evaluate(
         list[str] | None,
         typer.Argument(
             metavar="MODEL..",
-            help="Checkpoint to measure, converted or not: a local folder, a GGUF file, or a Hub id. Several need "
-            "--out and are compared at the end.",
+            help="Checkpoints to measure: folders, GGUF files, or Hub ids. Several need --out and are compared at the "
+            "end.",
         ),
     ] = None,
     suite: Suites = None,

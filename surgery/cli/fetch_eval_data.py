@@ -16,9 +16,7 @@ Suites = Annotated[
     typer.Option(
         "--suite",
         "-s",
-        help="Download the data of this suite: niah, ruler, longbench, longbench-e, longbench2, babilong, "
-        "infinitebench, retrieval, zeroshot, or any lm-eval task. Repeatable. Default: all suites of this "
-        "package.",
+        help="Download the data of this suite, or of any lm-eval task. Repeatable. Default: all suites.",
     ),
 ]
 Tasks = Annotated[

@@ -232,8 +232,8 @@ def inspect(
         Path | None,
         typer.Option(
             "--eval",
-            help="Give the verdict with the results in this folder, written by `surgery eval --out` or `surgery "
-            "compare --out`. Default: OUT/eval if it exists.",
+            help="Give the verdict with these results of `surgery eval --out` or `surgery compare --out`. Default: "
+            "OUT/eval if it exists.",
         ),
     ] = None,
     plugins: options.Plugins = None,
@@ -294,8 +294,7 @@ def quantize(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Give each linear the bits of this YAML file, which `surgery search --bits` writes, instead of --bits for "
-            "all.",
+            help="Give each linear the bits of this YAML file of `surgery search --bits`.",
         ),
     ] = None,
     plugins: options.Plugins = None,

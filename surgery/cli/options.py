@@ -11,21 +11,19 @@ Source = Annotated[
     str,
     typer.Argument(
         metavar="SRC",
-        help="Checkpoint to read: a local folder, a GGUF file, or a Hub id (org/name or org/name@revision).",
+        help="Checkpoint to read: a folder, a GGUF file, or a Hub id (org/name[@revision]).",
     ),
 ]
 Converted = Annotated[
     str,
-    typer.Argument(
-        metavar="OUT", help="Converted checkpoint: a local folder or a Hub id (org/name or org/name@revision)."
-    ),
+    typer.Argument(metavar="OUT", help="Converted checkpoint: a folder or a Hub id (org/name[@revision])."),
 ]
 RecipeName = Annotated[
     str,
     typer.Option(
         "--recipe",
         "-r",
-        help="Use this recipe: the name of a shipped one (`surgery recipes` lists them) or a .yaml file.",
+        help="Use this recipe: a name that `surgery recipes` lists, or a .yaml file.",
     ),
 ]
 Overrides = Annotated[
@@ -50,21 +48,18 @@ Plugins = Annotated[
         "--plugin",
         metavar="FILE.py",
         callback=_import_plugins,
-        help="Import this Python file of yours, which registers a structure, a mixer or a family (docs/extend.md). "
-        "Repeatable.",
+        help="Import this Python file, which registers a structure, a mixer or a family (docs/extend.md). Repeatable.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of tables.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 TrustRemoteCode = Annotated[
     bool,
     typer.Option(
         "--trust-remote-code",
-        help="Run Python code that the checkpoint's repository contains. Default: refuse such checkpoints.",
+        help="Run Python code of the checkpoint's repository. Default: refuse.",
     ),
 ]
-Device = Annotated[
-    str | None, typer.Option(help="Compute on this device: cpu, cuda, cuda:1. Default: a GPU if there is one.")
-]
+Device = Annotated[str | None, typer.Option(help="Compute on cpu, cuda or cuda:1. Default: a GPU if there is one.")]
 Revision = Annotated[
     str | None, typer.Option(help="Read this branch, tag or commit of the Hub repository. Default: main.")
 ]
@@ -86,7 +81,7 @@ Context = Annotated[
         "--context",
         parser=parse_tokens,
         metavar="TOKENS",
-        help="Prompt length that the notes on speed refer to, e.g. 32768 or 32k (32 x 1,024).",
+        help="Prompt length of the notes on speed, e.g. 32768 or 32k (32 x 1,024).",
     ),
 ]
 PlannedContext = Annotated[
@@ -95,8 +90,8 @@ PlannedContext = Annotated[
         "--context",
         parser=parse_tokens,
         metavar="TOKENS",
-        help="Show the caches of a sequence of this length, and notes on speed for it, e.g. 32768 or 32k (32 x 1,024). "
-        "Default: caches at 1K, 8K and 64K, speed at 4K.",
+        help="Show caches and notes on speed for this length, e.g. 32768 or 32k (32 x 1,024). Default: caches at 1K, "
+        "8K and 64K, speed at 4K.",
     ),
 ]
 
@@ -105,8 +100,7 @@ MeasuredTimes = Annotated[
     typer.Option(
         "--measured",
         metavar="FILE",
-        help="Predict the time of the linears from this file of `surgery bench linear --out`. Default: the times that "
-        "are included.",
+        help="Predict times of linears from this file of `surgery bench linear --out`. Default: included times.",
     ),
 ]
 
@@ -142,7 +136,7 @@ Keep = Annotated[
     typer.Option(
         "--keep",
         metavar="SHARE",
-        help="Keep this share of the parameters of the replaced linears, over 0 and at most 1. Default: the recipe's.",
+        help="Keep this share of the replaced linears' parameters, over 0 and at most 1. Default: the recipe's.",
     ),
 ]
 CalibrationTokens = Annotated[
@@ -151,7 +145,7 @@ CalibrationTokens = Annotated[
         "--tokens",
         parser=parse_tokens,
         metavar="COUNT",
-        help="Read this many tokens of the calibration text, e.g. 8192 or 8k (8 x 1,024). Default: the recipe's.",
+        help="Read this many calibration tokens, e.g. 8192 or 8k (8 x 1,024). Default: the recipe's.",
     ),
 ]
 CalibrationLength = Annotated[
@@ -168,17 +162,16 @@ CalibrationLength = Annotated[
 Calibration = Annotated[
     str | None,
     typer.Option(
-        help="Calibrate on this text: a file (.txt, .jsonl, .parquet, or .safetensors with prepared model inputs), a "
-        "folder of images, or a Hub data set (org/name[:config:split:column]). Default: the recipe's, else none."
+        help="Calibrate on this text: a file, a folder of images, or a Hub data set (org/name[:config:split:column]). "
+        "Default: the recipe's, else none."
     ),
 ]
 CalibrationTexts = Annotated[
     list[str] | None,
     typer.Option(
         "--calibration",
-        help="Calibrate on this text: a file (.txt, .jsonl, .parquet, or .safetensors with prepared model inputs), a "
-        "folder of images, or a Hub data set (org/name[:config:split:column]). Repeat it to mix several texts in equal "
-        "parts. Default: the recipe's, else none.",
+        help="Calibrate on this text: a file, a folder of images, or a Hub data set (org/name[:config:split:column]). "
+        "Repeat it to mix texts in equal parts. Default: the recipe's, else none.",
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion into the same OUT.")]
@@ -186,8 +179,7 @@ ResultDtype = Annotated[
     str | None,
     typer.Option(
         "--dtype",
-        help="Store the result in bfloat16, float16 or float32: the weights of SRC are rounded as they are read. "
-        "Default: as SRC stores them.",
+        help="Store the result in bfloat16, float16 or float32. Default: as SRC stores it.",
     ),
 ]
 Overwrite = Annotated[
@@ -217,9 +209,8 @@ Peers = Annotated[bool, typer.Option("--peers", help="Also benchmark flash-linea
 Sizes = Annotated[
     str | None,
     typer.Option(
-        help="Benchmark these problem sizes: full, main (fewer), compressed (linears at half and a quarter of the "
-        "parameters), 8b (for vllm: 8B parameters, weights drawn by vLLM) or small (for a CPU). Default: full on a GPU, "
-        "else small."
+        help="Benchmark these sizes: full, main (fewer), compressed (linears at half and a quarter), 8b (for vllm) or "
+        "small (for a CPU). Default: full on a GPU, else small."
     ),
 ]
 Only = Annotated[
@@ -252,8 +243,8 @@ DraftModel = Annotated[
     typer.Option(
         "--model",
         metavar="SRC",
-        help="With draft: the checkpoint, a local folder or a Hub id. With linear: measure the shapes of its linears, "
-        "from its config alone. With vllm: folders, separated by commas; the first is compared with.",
+        help="With draft: the checkpoint. With linear: measure the shapes of its linears. With vllm: folders, "
+        "separated by commas; the first is the base.",
     ),
 ]
 DrafterName = Annotated[
@@ -289,16 +280,15 @@ TeacherName = Annotated[
     typer.Option(
         "--teacher",
         metavar="SRC",
-        help="Distill from this checkpoint, the one that OUT was converted from: a local folder, a GGUF file, or a Hub "
-        "id.",
+        help="Distill from this checkpoint, the original: a folder, a GGUF file, or a Hub id.",
     ),
 ]
 TrainingData = Annotated[
     str | None,
     typer.Option(
         "--data",
-        help="Train on this text: a file (.txt, .jsonl, .parquet), a folder, a Hub id, or generated, which the teacher "
-        "writes. Default: the recipe's.",
+        help="Train on this text: a file, a folder, a Hub id, or generated, which the teacher writes. Default: the "
+        "recipe's.",
     ),
 ]
 HealedOut = Annotated[
@@ -309,7 +299,7 @@ HealedOut = Annotated[
 ]
 Tiny = Annotated[
     bool,
-    typer.Option("--tiny", help="Apply the recipe's `tiny` block, which shortens the run to minutes on two CPU cores."),
+    typer.Option("--tiny", help="Shorten the run to minutes on two CPU cores (the recipe's `tiny` block)."),
 ]
 ResumeTraining = Annotated[
     bool, typer.Option("--resume", help="Continue an interrupted run from its last training checkpoint.")
@@ -326,16 +316,15 @@ Gpus = Annotated[
     typer.Option(
         "--gpus",
         min=1,
-        help="Train on this many GPUs of this machine, one process each (with --device cpu: processes on the CPU). "
-        "Default: one.",
+        help="Train on this many GPUs of this machine (with --device cpu: processes). Default: one.",
     ),
 ]
 Sharding = Annotated[
     str,
     typer.Option(
         "--sharding",
-        help="With several processes: ddp (every device has all weights), fsdp2 (weights, gradients and optimizer states "
-        "are divided), or auto: ddp up to 1.5B parameters if they fit.",
+        help="With several processes: ddp (every device has all weights), fsdp2 (weights are divided), or auto: ddp up "
+        "to 1.5B parameters if they fit.",
     ),
 ]
 

@@ -21,8 +21,7 @@ def search(
         typer.Option(
             "--out",
             "-o",
-            help="Write the table of choices, the front and the recipes to this folder. A search that was begun there "
-            "goes on.",
+            help="Write table, front and recipes to this folder. A search that was begun there goes on.",
         ),
     ],
     max_bytes: Annotated[
@@ -94,7 +93,8 @@ def search(
         str | None,
         typer.Option(
             metavar="WORDS",
-            help="Use only kinds of choices whose name contains one of these words; prefix a word with - to exclude it, "
+            help="Use only kinds of choices whose name contains one of these words; prefix a word with - to exclude "
+            "it, "
             "e.g. mlp,-btt. Default: all.",
         ),
     ] = None,
@@ -109,8 +109,8 @@ def search(
         bool,
         typer.Option(
             "--check/--no-check",
-            help="Measure each point of the front as a whole, and choose by that, or take the sum of the damages of its "
-            "choices. Default: measure.",
+            help="Measure each point of the front as a whole, or take the sum of its choices' damages. Default: "
+            "measure.",
         ),
     ] = True,
     gains: Annotated[

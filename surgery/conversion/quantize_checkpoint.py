@@ -59,7 +59,14 @@ def quantize(
     given = None if rules is not None else make_storage(bits, group, format)
     check_output_path(out, True, "checkpoint")
     source = open_converted_checkpoint(converted)
-    is_original = rules is not None and is_unconverted(source)
+    is_original = is_unconverted(source)
+    if is_original and rules is None:
+        line = f'rules: [{{match: "*", bits: {bits}}}]'
+        raise SurgeryError(
+            f"{converted} is not a converted checkpoint. To store the linears of an original in {bits} bits as integers, "
+            f"give --rules FILE with the line {line} instead of --bits, --group and --format; or convert it first: "
+            f"surgery convert {converted} --recipe low-rank-half --out OUT"
+        )
     table = {} if is_original else table_of(source)
     if is_quantized(table):
         raise SurgeryError(f"{converted} is quantized already. Quantize the checkpoint that it was made from")

@@ -78,7 +78,10 @@ def check_no_unknown_files(folder: Path, known: Iterable[str], kind: type[Surger
     known: as in `unknown_files`. kind: the class of the error.
     """
     if (path := next(unknown_files(folder, known), None)) is not None:
-        raise kind(f"{path} was not written by this command, and would be delivered with its result. Remove it")
+        raise kind(
+            f"{path} was not written by this command, and would be delivered with its result. Remove it if nothing "
+            "else needs it, or give another folder"
+        )
 
 
 def unknown_files(folder: Path, known: Iterable[str]) -> Iterator[Path]:

@@ -27,20 +27,16 @@ from surgery.planning.renamed import renew_attention, warn_renamed
 
 
 class HybridRecipe(BaseModel):
-    """Which layers, or which key/value heads of all layers, keep softmax attention.
+    """Which layers, or which key/value heads of all layers, keep softmax attention (docs/attention.md).
 
-    softmax: fraction of the units that keep it. unit: "layers" or "heads"; a key/value head comes with the query
-    heads that read it. choose_by: "measured" tries on the calibration text which units matter, and evenly spaced
-    ones as well, and keeps the better choice: of layers those whose softmax attention lowers the KL divergence of a
-    student with windows most, by its gradient (surgery.conversion.gated), of heads those whose own replacement
-    changes their layer's output most (surgery.conversion.hybrid). "restored" measures layers one by one in a
-    student with briefly aligned mixers (surgery.conversion.restored), at many times the cost. "every" keeps evenly
-    spaced layers, or heads in the order of layers and heads. layers: numbers of the layers that keep softmax,
-    instead of softmax and choose_by. heads: layer -> numbers of its key/value heads that keep it, instead of them.
+    softmax: share of the units that keep it. unit: "layers" or "heads"; a key/value head comes with the query heads
+    that read it. choose_by: "measured" takes the units that matter on the calibration text: layers
+    (surgery.conversion.gated) or heads (surgery.conversion.hybrid); "restored" measures layers one by one, at many
+    times the cost (surgery.conversion.restored); "every" takes evenly spaced ones. layers, heads: the layers, or the
+    heads of each layer, by number instead.
 
-    rope, scale, trained_length: options of the softmax that is kept (surgery.mixers.softmax). rope: "drop" uses q and k
-    before RoPE. scale: "length" scales the logits of queries beyond the trained length, which is `trained_length`
-    tokens, by default the config's max_position_embeddings.
+    Of the softmax that is kept (surgery.mixers.softmax): rope: "drop" uses q and k before RoPE. scale: "length" scales
+    logits of queries beyond `trained_length` tokens, by default the config's max_position_embeddings.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -210,11 +206,10 @@ class AttentionRule(BaseModel):
 class AttentionRecipe(BaseModel):
     """The mixer that replaces attention. Keys other than these are the mixer's options (docs/attention.md).
 
-    start: "calibrated" fits the mixer to the original's outputs on the calibration text in `steps` local steps;
-    "copied" takes the model's own projections and an untrained mixer. cache (MLR attention): fraction of the key cache
-    kept for a sequence of `context` tokens (default: the length of a calibration sample). Ranks, extents and the order
-    of dimensions are then chosen by measurement. ladder: candidate extents in tokens, by default the powers of two from
-    8. rules: other options in some layers; of two rules for a layer the later one wins.
+    start: "calibrated" fits the mixer to the original's outputs in `steps` local steps; "copied" takes the model's own
+    projections and an untrained mixer. cache (MLR attention): share of the key cache kept for a sequence of `context`
+    tokens (default: the length of a calibration window). ladder: candidate extents in tokens, by default the powers of
+    two from 8. rules: other options in some layers; the later of two rules wins.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)

@@ -24,6 +24,7 @@ LINEAR_SIZES: dict[str, tuple[str, ...]] = {"low_rank": ("tokens", "inputs", "ou
 LINEAR_SIZES["btt"] = (*LINEAR_SIZES["low_rank"], "rows", "columns")
 # Largest factor between a size and the nearest measured one at which a choice by time trusts the time between them.
 COVERED = {"tokens": 4.0, "inputs": 2.0, "outputs": 2.0, "rank": 4.0, "rows": 2.0, "columns": 2.0}
+CAPTURED, IN_A_ROW = "CUDA graph", "calls in a row"  # ends of titles: how the calls of a case without launches ran
 PHASES = {"prefill": "forward", "decode": "captured"}  # decoding steps in a CUDA graph
 
 
@@ -305,11 +306,18 @@ def launch_times(rows: list[dict[str, Any]], kind: str, x: int) -> dict[str, flo
     return launches
 
 
+def decoding_call(device: str) -> str:
+    """Return a decoding step in words, as it was measured on a device (surgery.core.device.device_name)."""
+    return "decoding step" if device.startswith("cpu") else "decoding step in a CUDA graph"
+
+
 def pass_of_table(table: str) -> str:
-    """Return forward, backward (with forward) or step (decoding); captured, captured step: inside a CUDA graph."""
+    """Return forward, backward (with forward) or step (decoding); captured, captured step: inside a CUDA graph,
+    or on a CPU in a row.
+    """
     if table.startswith("decode"):
-        return "captured step" if table.endswith("graph") else "step"
-    if table.endswith("graph"):
+        return "captured step" if table.endswith((CAPTURED, IN_A_ROW)) else "step"
+    if table.endswith((CAPTURED, IN_A_ROW)):
         return "captured"
     return "backward" if table.endswith("backward") else "forward"
 

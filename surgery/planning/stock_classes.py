@@ -9,7 +9,7 @@ them; GLM-5.3 has sparse attention and several residual streams.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,6 +86,12 @@ class StockClass(ABC):
         """Return the names of the projections of kept attention whose values are so small that a norm is linear."""
 
     @abstractmethod
+    def frozen(self, neutral_norm: bool) -> tuple[str, ...]:
+        """Return the names of the modules of kept attention that no training may change: those of `tiny`, and the norms
+        whose weights undo them.
+        """
+
+    @abstractmethod
     def note(self, neutral_norm: bool) -> str | None:
         """Return what training must leave frozen, None for nothing. neutral_norm: see `StockPlan`."""
 
@@ -154,6 +160,10 @@ class Qwen35(StockClass):
     def tiny(self, neutral_norm: bool) -> tuple[str, ...]:
         """Return the names of the projections of kept attention with small values."""
         return ("q_proj", "k_proj") if neutral_norm else ()
+
+    def frozen(self, neutral_norm: bool) -> tuple[str, ...]:
+        """Return the names of the modules of kept attention that no training may change."""
+        return (*self.tiny(True), "q_norm", "k_norm") if neutral_norm else ()
 
     def note(self, neutral_norm: bool) -> str | None:
         """Return what training must leave frozen."""
@@ -251,6 +261,10 @@ class Ling3(StockClass):
         """Return the names of the projections of kept attention with small values."""
         return ("kv_a_proj_with_mqa",)
 
+    def frozen(self, neutral_norm: bool) -> tuple[str, ...]:
+        """Return the names of the modules of kept attention that no training may change."""
+        return (*self.tiny(neutral_norm), "kv_a_layernorm")
+
     def note(self, neutral_norm: bool) -> str | None:
         """Return what training must leave frozen."""
         return (
@@ -273,11 +287,24 @@ def tiny_modules(stock: Any) -> list[str]:
 
     stock: entry of a report (surgery.checkpoint.report.StockReport); anything else has none.
     """
+    return _kept_modules(stock, lambda stock_class, neutral: stock_class.tiny(neutral))
+
+
+def frozen_modules(stock: Any) -> list[str]:
+    """Return the paths of the modules that no training may change: these projections, and the norms behind them.
+
+    stock: as in `tiny_modules`.
+    """
+    return _kept_modules(stock, lambda stock_class, neutral: stock_class.frozen(neutral))
+
+
+def _kept_modules(stock: Any, names: Callable[[StockClass, bool], tuple[str, ...]]) -> list[str]:
+    """Return the paths of the modules with these names in the layers that keep softmax."""
     if not isinstance(stock, dict):
         return []
     named = {stock_class.name: stock_class for stock_class in STOCK_CLASSES.values()}
     stock_class = named.get(stock.get("stock_class", ""))
-    leaves = stock_class.tiny(bool(stock.get("neutral_qk_norm"))) if stock_class else ()
+    leaves = names(stock_class, bool(stock.get("neutral_qk_norm"))) if stock_class else ()
     return [f"model.layers.{index}.self_attn.{leaf}" for index in stock.get("softmax_layers", ()) for leaf in leaves]
 
 

@@ -15,6 +15,7 @@ import torch
 from surgery.architectures.linears import LinearInfo, ModelLayout
 from surgery.mixers import AttentionShape
 from surgery.planning.attention_plan import AttentionTarget, keep_heads
+from surgery.planning.measured_times import decoding_call
 from surgery.planning.recipe import SIZE_KEYS, ConversionRecipe, is_given
 from surgery.structures import STRUCTURES, StructureConfig, StructuredLinear
 
@@ -221,7 +222,7 @@ class TimeTarget:
 
     def describe_call(self) -> str:
         """Return the call, device and dtype in words."""
-        call = f"a prompt of {self.tokens:,} tokens" if self.phase == "prefill" else "a decoding step in a CUDA graph"
+        call = f"a prompt of {self.tokens:,} tokens" if self.phase == "prefill" else f"a {decoding_call(self.device)}"
         return f"{call} on {self.device} ({self.dtype})"
 
 

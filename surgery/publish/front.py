@@ -77,8 +77,11 @@ def cost_label(front: FrontRecipe) -> str:
     return label if front.cost in ("parameters", "bytes") else f"{label}, {format_tokens(front.at)} tokens"
 
 
-def describe_front(front: FrontRecipe) -> str:
-    """Return a sentence on the chosen point of a front."""
+def describe_front(front: FrontRecipe, healed: bool) -> str:
+    """Return a sentence on the chosen point of a front, and one more where the model is not what was predicted.
+
+    healed: whether the model was trained after the conversion.
+    """
     own = front.own
     limit, value = (
         AMOUNTS[front.cost].format(format_cost(front.cost, amount), format_tokens(front.at))
@@ -87,4 +90,5 @@ def describe_front(front: FrontRecipe) -> str:
     return (
         f"Point {front.chosen} of {len(front.points)} of a front by surgery search, asked for at most {limit}: {value}, "
         f"{loss_label(front)} {own.loss:.2g} nats per token ({own.low:.2g} to {own.high:.2g})."
+        f"{' This model was not healed.' * (front.healing and not healed)}"
     )

@@ -17,7 +17,7 @@ from surgery.kernels.tuning import (
     nearby_rows,
     tables,
 )
-from surgery.planning.measured_times import MeasuredTimes, Predicted, same_alignment
+from surgery.planning.measured_times import MeasuredTimes, Predicted, decoding_call, same_alignment
 from surgery.publish.figures import speed_in_words
 
 TOKEN_COUNTS = (1, 16, 512, 8192)
@@ -127,7 +127,7 @@ def predicted_lines(predicted: dict[str, Any] | None) -> list[str]:
     if predicted is None:
         return []
     lines = []
-    for phase, name in (("prefill", "prompt of {tokens:,} tokens"), ("decode", "decoding step in a CUDA graph")):
+    for phase, name in (("prefill", "prompt of {tokens:,} tokens"), ("decode", decoding_call(predicted["device"]))):
         one = predicted[phase]
         where = escape(f"{predicted['device']} ({predicted['dtype']})")
         what = f"{PREDICTION}{name.format(**one)}, {where}"

@@ -16,6 +16,7 @@ from surgery.conversion.choices import allocation_lines, hybrid_lines, initializ
 from surgery.core.files import size_text
 from surgery.core.tables import format_count, format_tokens, new_table
 from surgery.planning.depth import number_ranges
+from surgery.planning.measured_times import decoding_call
 from surgery.publish.figures import checkpoint_figures, format_share, speed_in_words
 from surgery.publish.ratios import before_storage, held_out_ratio
 from surgery.publish.summary import NOT_REPLACED, describe_structure, inspect_rows, is_behind_mixer, is_dense
@@ -80,7 +81,7 @@ def speed_lines(speed: dict[str, Any] | None) -> list[str]:
     """Return a line on the predicted time of the replaced linears and the target of a recipe's `speed`."""
     if not speed:
         return []
-    call = f"prompt of {speed['tokens']:,} tokens" if speed["phase"] == "prefill" else "decoding step in a CUDA graph"
+    call = f"prompt of {speed['tokens']:,} tokens" if speed["phase"] == "prefill" else decoding_call(speed["device"])
     where = escape(f"{speed['device']} ({speed['dtype']})")
     share = (
         ""
@@ -479,8 +480,8 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
     parts = ", ".join(f"{STEPS.get(name, name)} {value:.1f} s" for name, value in steps.items())
     rss = report["memory"]["peak_rss"]
     lines.append(
-        f"time: {seconds['total']:.1f} s on {report['time']['device']}{per_layer} ({parts}); peak memory "
-        f"{size_text(rss)}"
+        f"time: {seconds['total']:.1f} s on {report['time']['device']}{per_layer}{f' ({parts})' if parts else ''}; "
+        f"peak memory {size_text(rss)}"
         if rss
         else f"time: {seconds['total']:.1f} s"
     )

@@ -24,7 +24,7 @@ from surgery.architectures.positions import longest_input
 from surgery.checkpoint.meta_model import build_unconverted_model
 from surgery.checkpoint.table import read_mixers, read_table
 from surgery.core.errors import SurgeryError
-from surgery.training.models import open_trainable, pruned_linears
+from surgery.training.models import open_trainable, pruned_linears, stock_layers
 from surgery.training.recipe import HealingRecipe, load_healing_recipe
 
 AUTO = "auto"
@@ -70,7 +70,8 @@ LONG_ROWS = 1_000_000_000  # parameters from which rows have 4,096 tokens, after
 @dataclass(frozen=True)
 class ModelFacts:
     """What the rule reads of a conversion. parameters: of the original, without embeddings and head. width: of hidden
-    states. longest: tokens of the longest row, None without a limit. linears, mixers: how many were replaced.
+    states. longest: tokens of the longest row, None without a limit. linears, mixers: how many were replaced. stock: how
+    many attention modules a conversion into a stock class replaced, whose layers have no rate of their own.
     """
 
     parameters: int
@@ -78,18 +79,19 @@ class ModelFacts:
     longest: int | None
     linears: int
     mixers: int
+    stock: int = 0
 
     @property
     def kind(self) -> Kind:
         """What decides the recipe: attention, where any was replaced."""
-        return "attention" if self.mixers else "linears"
+        return "attention" if self.mixers or self.stock else "linears"
 
     @property
     def replaced(self) -> str:
         """What was replaced, in words."""
         words = [
             f"{count} {name}"
-            for count, name in ((self.linears, "linears"), (self.mixers, "attention modules"))
+            for count, name in ((self.linears, "linears"), (self.mixers + self.stock, "attention modules"))
             if count
         ]
         return " and ".join(words) or "nothing"
@@ -141,7 +143,7 @@ def choose_recipe(facts: ModelFacts) -> AutoChoice:
     steps = min(STEP_TOKENS * 2**growth, MAX_STEP_TOKENS) // FORWARD_TOKENS  # forward passes of a step
     settings = {"rate": rate, "tokens": tokens, "length": length, "batch": rows * steps, "rows": rows}
     reasons = [("rate", f"{rate:g}", source(lambda point: point.rate))]
-    if kind == "attention":
+    if facts.mixers:
         mixers = chosen(lambda point: point.mixers, RATE_EXPONENT)
         settings["rates"] = {"mixers": mixers}
         reasons.append(("rates.mixers", f"{mixers:g}", source(lambda point: point.mixers)))
@@ -166,6 +168,7 @@ def read_facts(source: Any, linears: int | None = None, mixers: int | None = Non
     converted = "quantization_config" in source.config
     if linears is None:
         linears = len(read_table(source.config, source.name) if converted else pruned_linears(source))
+    stock = len(stock_layers(source)) if mixers is None else 0
     if mixers is None:
         mixers = len(read_mixers(source.config, source.name)) if converted else 0
     model = build_unconverted_model(source)
@@ -174,7 +177,7 @@ def read_facts(source: Any, linears: int | None = None, mixers: int | None = Non
         outside |= {id(p) for p in head.parameters()}
     parameters = sum(p.numel() for p in model.parameters() if id(p) not in outside)
     width = int(model.config.get_text_config().hidden_size)
-    return ModelFacts(parameters, width, longest_input(model), linears, mixers)
+    return ModelFacts(parameters, width, longest_input(model), linears, mixers, stock)
 
 
 def load_recipe_for(

@@ -102,6 +102,16 @@ def conversion_report(source: CheckpointSource) -> dict[str, Any]:
     return report if isinstance(report, dict) else {}
 
 
+def stock_layers(source: CheckpointSource) -> list[int]:
+    """Return the numbers of the layers that a conversion into a stock class made linear, [] without one.
+
+    They are in the report, which may be anyone's: entries that are no numbers of layers count as none.
+    """
+    stock = conversion_report(source).get("stock")
+    layers = stock.get("linear_layers") if isinstance(stock, dict) else None
+    return [index for index in layers if type(index) is int] if isinstance(layers, list) else []
+
+
 def pruned_linears(source: CheckpointSource) -> list[str]:
     """Return the paths of the linears of pruned MLPs, and of the linear that was fitted again before removed layers,
     from the report, which an ordinary checkpoint has too.

@@ -36,6 +36,7 @@ from surgery.mixers import Mixer
 from surgery.modeling.cache import mixer_modules
 from surgery.modeling.joined import JoinedLinear, sibling
 from surgery.modeling.modules import GuardedLinear, is_new
+from surgery.planning.stock_classes import STOCK_CLASSES
 from surgery.structures import StructuredLinear
 from surgery.training.sharded_tensors import clone_sharded, local_shard
 
@@ -283,7 +284,13 @@ def _joined_matrix(model: nn.Module, path: str) -> str:
 def _no_match_message(
     word: str, model: nn.Module, there: set[str], roles: dict[str, tuple[str, ...]], bare: bool
 ) -> str:
-    message = f"trains: {word!r} selects no parameter of {type(model).__name__}"
+    name = type(model).__name__
+    message = f"trains: {word!r} selects no parameter of {name}"
+    stock = (  # which a model of the class does not show
+        f" If a recipe stock-* wrote this {name}, name its layers in trains, as the recipe in docs/stock.md does."
+        if name in {stock_class.name for stock_class in STOCK_CLASSES.values()}
+        else ""
+    )
     if word == "mixers" and bare:
         return (
             f"{message}, whose mixers have no parameters of their own. Use trains: [new], which selects the "
@@ -308,13 +315,13 @@ def _no_match_message(
     if word == "mixers" and "gates" in there:
         return (
             f"{message}, whose linear layers have no level weights. Convert it first: surgery convert SRC --recipe "
-            "upgrade-log-linear --out OUT, then train OUT."
+            f"upgrade-log-linear --out OUT, then train OUT.{stock}"
         )
     if word in ("structured", "mixers", "new") and not (bare or there & {"structured", "mixers"}):
         return (
-            f"{message}, in which no linear and no attention was replaced: it is not a converted model. Convert it "
-            "first: "
-            "surgery convert SRC --recipe btt-half --out OUT, then train OUT."
+            f"{message}, which has no structured linears and no mixers: it is not a converted model"
+            f"{', or a stock one' if stock else ''}. Convert it first: surgery convert SRC --recipe btt-half --out OUT, "
+            f"then train OUT.{stock}"
         )
     if word in (*PARAMETER_KINDS, "new"):
         return f"{message}, which has {', '.join(sorted(there))}. `surgery inspect` shows whether it was converted."

@@ -65,9 +65,9 @@ class HealingRecipe(StrictModel):
     precision: autocast precision (weights stay in float32); auto: bf16 on GPUs that support it. log, evaluate,
     checkpoint: intervals in steps; evaluate: None is a tenth of the run, 0 only after stages. deliver: `best`, the
     state with the lowest validation loss, the start included, or `last`. checkpoints: number of the latest ones that
-    are kept. rates_to_try: peak rates of the last stage of which the best on validation text is used; each trains
-    `trial_share` of the tokens first (rate_search.py). cuda_graph: capture loss and backward pass in a CUDA graph, on one GPU with rows of one document each
-    (data.packing: stream); small models train several times as fast. tiny and common: see the module.
+    are kept. rates_to_try: peak rates of the last stage, of which the best on validation text is used; each first trains
+    `trial_share` of the tokens (rate_search.py). cuda_graph: capture loss and backward pass in a CUDA graph, on one GPU
+    with rows of one document each (data.packing: stream). tiny and common: see the module.
     """
 
     description: str = ""

@@ -222,8 +222,11 @@ class StageRunner:
         stages = [STAGES[config](config) for config in self.recipe.stages]
         loras = [stage.adapted_weights(models, self.roles) for stage in stages if isinstance(stage, LoraStage)]
         check_kept_frozen(self.source.name, report.get("stock"), changed.union(*loras))
-        whole = bool(report.get("depth") or report.get("stock"))
-        for warning in recipe_warnings(self.source.name, models.student, self.recipe.stages, converted_whole=whole):
+        stock = bool(report.get("stock"))
+        whole = stock or bool(report.get("depth"))
+        for warning in recipe_warnings(
+            self.source.name, models.student, self.recipe.stages, converted_whole=whole, stock=stock
+        ):
             self.progress.say(f"warning: {warning}")
         return changed
 

@@ -11,7 +11,7 @@ from surgery.core.errors import SurgeryError
 from surgery.mixers.native import NativeMixer
 from surgery.modeling.cache import mixer_modules
 from surgery.modeling.modules import is_new
-from surgery.planning.stock_classes import tiny_modules
+from surgery.planning.stock_classes import frozen_modules, tiny_modules
 from surgery.training.stages import STAGES
 from surgery.training.stages.base import StageConfig
 
@@ -25,14 +25,19 @@ def is_converted(model: nn.Module) -> bool:
 
 
 def recipe_warnings(
-    name: str, model: nn.Module, stages: Iterable[StageConfig], *, converted_whole: bool = False
+    name: str,
+    model: nn.Module,
+    stages: Iterable[StageConfig],
+    *,
+    converted_whole: bool = False,
+    stock: bool = False,
 ) -> list[str]:
     """Return warnings about stages that run on the model, but were made for another kind.
 
     An unconverted model has nothing to recover from a teacher. A recipe that gives mixers a rate of their own and has
     no stage for whatever is `new` was made for replaced attention. Level weights that rows do not reach stay at 1 while
     the others move. name: of the checkpoint. converted_whole: whether its conversion removed layers or wrote a stock
-    class, which the modules do not show.
+    class, which the modules do not show. stock: whether it wrote one, whose attention was replaced.
     """
     configs: list[Any] = list(stages)
     if converted_whole and (tiny := _tiny_projection(model, configs)):
@@ -51,7 +56,7 @@ def recipe_warnings(
         ]
     has_mixers = any(True for _ in mixer_modules(model))
     for_mixers = any("mixers" in config.rates for config in configs)
-    if has_mixers or not for_mixers or any("new" in config.trains for config in configs):
+    if has_mixers or stock or not for_mixers or any("new" in config.trains for config in configs):
         return _unreached_levels(name, model, configs)
     return [
         f"this recipe is made for replaced attention, and the attention of {name} is as it was. For replaced linears "
@@ -60,21 +65,28 @@ def recipe_warnings(
 
 
 def check_kept_frozen(name: str, stock: Any, changed: Iterable[str]) -> None:
-    """Raise SurgeryError if stages change projections that make a norm of a stock class linear by being tiny.
+    """Raise SurgeryError if stages change projections that make a norm of a stock class linear by being tiny, or that
+    norm.
 
     name: of the checkpoint. stock: entry of its report (surgery.checkpoint.report.StockReport), None without one. changed:
     names of the parameters that any stage changes.
     """
-    names = tiny_modules(stock)
+    names, tiny = frozen_modules(stock), set(tiny_modules(stock))
+    wrong = sorted(parameter for parameter in changed if parameter.rpartition(".")[0] in names)
+    if not wrong:
+        return
+    first = next((parameter for parameter in wrong if parameter.rpartition(".")[0] in tiny), wrong[0])
     leaves = list(dict.fromkeys(path.rpartition(".")[2] for path in names))
     layers = list(dict.fromkeys(path.split(".")[2] for path in names))
-    if wrong := sorted(parameter for parameter in changed if parameter.rpartition(".")[0] in names):
-        raise SurgeryError(
-            f"{name}: training must leave {wrong[0]} as it is: its values are tiny, so that the norm behind it is linear, "
-            f"and one step makes the model NaN. Leave {' and '.join(leaves)} of the layers "
-            f"{', '.join(layers)} out of `trains`, `targets` and `unfrozen`, as the recipe in "
-            "docs/stock.md does"
-        )
+    reason = (
+        "its values are tiny, so that the norm behind it is linear, and one step makes the model NaN"
+        if first.rpartition(".")[0] in tiny
+        else "its large weights undo the factor of the tiny projection in front of it, which does not change"
+    )
+    raise SurgeryError(
+        f"{name}: training must leave {first} as it is: {reason}. Leave {', '.join(leaves[:-1])} and {leaves[-1]} of the "
+        f"layers {', '.join(layers)} out of `trains`, `targets` and `unfrozen`, as the recipe in docs/stock.md does"
+    )
 
 
 def _tiny_projection(model: nn.Module, configs: list[Any]) -> str | None:

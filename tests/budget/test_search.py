@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 import surgery.budget.search
-from surgery.budget.choices import ATTENTION, Kind, default_kinds, linear_kinds, shipped_mixer
+from surgery.budget.choices import ATTENTION, Kind, default_kinds, find_choices, linear_kinds, shipped_mixer
 from surgery.budget.damage import DamagePass
 from surgery.budget.recipes import attention_of, ranges
 from surgery.budget.search import SearchSettings, search
@@ -19,7 +19,9 @@ from surgery.budget.table import plan_key
 from surgery.cli.main import main
 from surgery.conversion.convert import convert
 from surgery.conversion.quantize_checkpoint import quantize
+from surgery.conversion.sources import FolderSource
 from surgery.core.errors import SurgeryError
+from surgery.core.progress import Progress
 from surgery.eval.results.models import compare_folders
 from surgery.eval.run import evaluate
 from surgery.eval.suite import EvalOptions
@@ -232,6 +234,39 @@ def test_costs_of_a_table_are_counted_again(searched, source, text, tmp_path):
     (out / "table.json").write_text(json.dumps(table))
     again = search(str(source), out, LIMITS, settings_of(text))
     assert again["points"] == searched[1]["points"]
+
+
+def test_notes_are_about_selected_kinds(source, text, tmp_path, capsys):
+    """A kind that `--only` leaves out has no note, whether the model or the length of the samples rules it out."""
+    model = FolderSource(str(source)).open(Progress())
+    unsuitable = [Kind("mlp wide", "mlp", "low_rank", {"structure": "low_rank", "blocks": [5, 5]})]
+    for only, count in ((None, 1), ("wide", 1), ("attention,-mlp", 0)):
+        settings = settings_of(text, only=only)
+        choices = find_choices(
+            model, settings.keys(), [*unsuitable, *default_kinds()], settings.counting({}), settings.selects_title
+        )
+        assert sum("mlp wide is left out" in note for note in choices.notes) == count
+    short = [
+        "--calibration",
+        text,
+        "--tokens",
+        "256",
+        "--length",
+        "32",
+        "--points",
+        "0",
+        "--no-check",
+        "--device",
+        "cpu",
+    ]
+    for only, count in (("mlp low_rank 50%", 0), ("mlp low_rank 50%,attention window", 1)):
+        out = tmp_path / str(count)
+        with pytest.raises(SystemExit) as stopped:
+            main(["search", str(source), "--max-bytes", "95%", *short, "--only", only, "--out", str(out)])
+        assert not stopped.value.code
+        notes = json.loads((out / "front.json").read_text())["notes"]
+        said = "".join(capsys.readouterr()).replace("\n", " ")
+        assert bool(notes) == ("is left out" in said) == bool(count)
 
 
 def test_links_and_unknown_files_are_refused(source, text, tmp_path):

@@ -15,9 +15,10 @@ from helpers.small_mixers import MIXER_SPECS
 from surgery.checkpoint.source import open_converted_checkpoint
 from surgery.core.errors import SurgeryError
 from surgery.mixers import mixer_config
-from surgery.planning.recipe import validate_recipe
+from surgery.planning.recipe import FrontRecipe, validate_recipe
 from surgery.planning.shipped import read_recipes
 from surgery.publish.figures import checkpoint_figures
+from surgery.publish.front import describe_front
 from surgery.publish.html.page import write_page
 from surgery.publish.html.sections import error_class
 from surgery.publish.html.svg import (
@@ -163,6 +164,12 @@ def test_a_recipe_of_a_search_shows_its_front(out):
     source = open_converted_checkpoint(str(out))
     report = json.loads((out / "surgery_report.json").read_text())
     assert words in _replacement_section(source, report)
+    assert "not healed" not in text
+    del report["training"]
+    assert f"{words} This model was not healed." in _replacement_section(source, report)
+    (out / "surgery_report.json").write_text(json.dumps(report))
+    assert f"{words} This model was not healed." in parse_page(write_page(str(out)))[0]
+    assert "not healed" not in describe_front(FrontRecipe(**{**FRONT, "healing": False}), healed=False)
 
 
 @pytest.mark.parametrize(

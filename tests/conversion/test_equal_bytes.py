@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from recipes.papers.quality import by_file, equal_bytes, quantized, quantized_times
+from recipes.papers.script import run_script
 from surgery.conversion.convert import convert
 from surgery.core.errors import SurgeryError
 from surgery.eval.suite import Sample, SuiteResult
@@ -212,5 +213,5 @@ def test_checkpoints_are_scored_by_file(source, tmp_path, monkeypatch, capsys):
     text.write_text("x = 1\n")
     monkeypatch.setattr(sys, "argv", ["by_file", "split", str(text), str(tmp_path / "out.jsonl")])
     with pytest.raises(SystemExit) as stopped:
-        quantized.run_script(by_file.main)
+        run_script(by_file.main)
     assert stopped.value.code == 2 and "Give a text of several" in capsys.readouterr().err

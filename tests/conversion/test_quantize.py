@@ -5,6 +5,7 @@ refused.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -28,6 +29,7 @@ from surgery.core.errors import SurgeryError
 from surgery.eval.model import open_model
 from surgery.modeling.modules import build_module, quantized_entry
 from surgery.modeling.quantize import quantize_live, quantize_module, stored_bytes
+from surgery.planning.bits_recipe import read_bits
 from surgery.structures import STRUCTURES
 from surgery.structures.base import config_from_dict
 from surgery.structures.low_rank import LowRank, cosine_transform
@@ -314,8 +316,16 @@ def test_an_adapter_trains_over_integers(converted, tmp_path):
 # -- what is refused -----------------------------------------------------------------------------------
 def test_refusals(checkpoints, converted, tmp_path):
     folder = str(converted("llama"))
-    with pytest.raises(SurgeryError, match="not a converted checkpoint"):
-        quantize(str(checkpoints("llama")), tmp_path / "out")
+    with pytest.raises(
+        SurgeryError, match=r"not a converted checkpoint\..*--rules FILE with the line (.*) instead"
+    ) as error:
+        quantize(str(checkpoints("llama")), tmp_path / "out", 4)
+    (tmp_path / "bits.yaml").write_text(re.search("the line (.*?) instead", str(error.value))[1])
+    found = quantize(str(checkpoints("llama")), tmp_path / "out", rules=read_bits(tmp_path / "bits.yaml"))
+    linears = quantized_linears(load("llama", tmp_path / "out"))
+    assert found["linears"] == len(linears) > 0 and all(m.storage.bits == 4 for m in linears.values())
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "bits.yaml").unlink()
     with pytest.raises(SurgeryError, match="bits must be 8 or 4"):
         quantize(folder, tmp_path / "out", 3)
     with pytest.raises(SurgeryError, match="group must be one of 8, 16"):

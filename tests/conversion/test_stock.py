@@ -30,9 +30,12 @@ from surgery.mixers.masks.base import MaskInputs
 from surgery.mixers.masks.gates import Gates, GatesMask
 from surgery.planning.recipe import load_recipe
 from surgery.planning.stock import plan_stock
-from surgery.planning.stock_classes import check_tiny_kept
+from surgery.planning.stock_classes import STOCK_CLASSES, check_tiny_kept, frozen_modules
 from surgery.publish.summary import inspect
-from surgery.training.suitability import check_kept_frozen
+from surgery.publish.tables import inspect_table
+from surgery.training.optim import select_parameters
+from surgery.training.recipe import load_healing_recipe
+from surgery.training.suitability import check_kept_frozen, recipe_warnings
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -410,6 +413,12 @@ def test_plan_report_and_inspect_agree(stock):
     assert report["held_out"]["tokens"] > 0
 
 
+def test_the_report_names_no_steps_without_times(stock):
+    _, _, report = stock("qwen3")
+    (line,) = [str(line) for line in inspect_table(report) if str(line).startswith("time: ")]
+    assert "s per layer; peak memory" in line and "()" not in line
+
+
 @needs_ling
 def test_plan_and_report_of_kimi_delta_attention(stock):
     """The cache of a token in a kept layer has as many numbers as before."""
@@ -533,7 +542,7 @@ def test_tiny_weights_are_those_of_the_report(stock):
     _, _, report = stock("llama")
     entry, name = report["stock"], "model.layers.{}.self_attn.k_proj.weight"
     with pytest.raises(
-        SurgeryError, match=r"OUT: .*layers\.1\.self_attn\.k_proj.*q_proj and k_proj of the layers 1, 3"
+        SurgeryError, match=r"OUT: .*layers\.1\.self_attn\.k_proj.*q_proj, k_proj, q_norm and k_norm of the layers 1, 3"
     ):
         check_kept_frozen("OUT", entry, [name.format(0), name.format(1)])
     for checked, changed in (
@@ -542,6 +551,43 @@ def test_tiny_weights_are_those_of_the_report(stock):
         ("not a report", [name.format(1)]),
     ):
         check_kept_frozen("OUT", checked, changed)
+
+
+NORMS = {"gated-deltanet": ("q_norm", "k_norm"), "kda": ("kv_a_layernorm",)}
+
+
+@pytest.mark.parametrize("linear", ["gated-deltanet", pytest.param("kda", marks=needs_ling)])
+def test_norms_that_undo_tiny_projections_stay_as_they_are(stock, linear):
+    """What the page and `surgery plan` say to freeze is what finetune refuses to train."""
+    _, converted, report = stock("llama", linear=linear)
+    parameters = dict(AutoModelForCausalLM.from_pretrained(converted).named_parameters())
+    kept = [f"model.layers.1.self_attn.{name}.weight" for name in NORMS[linear]]
+    assert all(name in parameters for name in kept)
+    for name in kept:
+        with pytest.raises(SurgeryError, match=rf"leave {re.escape(name)} as it is: its large weights undo"):
+            check_kept_frozen("OUT", report["stock"], [name])
+    check_kept_frozen("OUT", report["stock"], [name for name in parameters if ".self_attn." not in name])
+    note = STOCK_CLASSES[linear].note(True)
+    page = (Path(__file__).resolve().parents[2] / "docs" / "stock.md").read_text(encoding="utf-8")
+    bold = re.findall(r"\*\*(freeze.*?)\*\*", page, re.S)
+    frozen = {path.rpartition(".")[2] for path in frozen_modules(report["stock"])}
+    assert any(set(re.findall(r"`(\w+)`", text)) == frozen for text in bold)
+    assert linear == "gated-deltanet" or all(name in note for name in frozen)
+
+
+def test_messages_of_finetune_know_that_attention_was_replaced(stock):
+    """Kinds of parameters that only our modules have, and a recipe for replaced attention."""
+    _, converted, _ = stock("qwen3")
+    model = AutoModelForCausalLM.from_pretrained(converted)
+    for word in ("new", "structured", "mixers"):
+        with pytest.raises(
+            SurgeryError, match=r"If a recipe stock-\* wrote this Qwen3_5ForCausalLM, name its layers"
+        ) as error:
+            select_parameters(model, [word], {})
+        assert "was replaced" not in str(error.value)
+    stages = load_healing_recipe("attention").stages
+    assert recipe_warnings("OUT", model, stages, converted_whole=True, stock=True) == []
+    assert "is as it was" in recipe_warnings("OUT", model, stages, converted_whole=True)[0]
 
 
 def test_a_second_conversion_keeps_tiny_weights(stock):

@@ -751,6 +751,19 @@ def test_a_call_takes_what_the_cpu_takes_to_launch_it_but_not_in_a_graph():
         assert made["kernel"] == kernel and made["original"] == 0.03
 
 
+def test_a_cpu_has_no_cuda_graph():
+    """Titles say how the calls ran; what is read from them is the same on every device."""
+    for kind, only in (("linear", "low rank"), ("decode", "window 64")):
+        titles = {row["table"] for row in bench(kind, sizes="small", device="cpu", only=only)["rows"]}
+        assert not any("graph" in title for title in titles)
+        captured = {title for title in titles if title.endswith(", calls in a row")}
+        assert captured and {measured_times.pass_of_table(title) for title in captured} <= {"captured", "captured step"}
+    grids = result_grids([{"table": "decode, batch 1, calls in a row", "x": 64, "rival": "a", "ms": 1.0, "cache": 8}])
+    assert [title for title, *_ in grids] == ["decode, batch 1, calls in a row"]
+    assert measured_times.decoding_call("cpu (x86_64)") == "decoding step"
+    assert measured_times.decoding_call("NVIDIA H200") == "decoding step in a CUDA graph"
+
+
 def test_runs_of_one_kind_are_one():
     row = {"table": "t", "x": 1, "rival": "a", "ms": None}
     common = {"kind": "linear", "dtype": "bfloat16"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +37,48 @@ def stand_in(monkeypatch):
 
     monkeypatch.setattr(vllm_engines, "_run_process", measure)
     return order
+
+
+class Engine:
+    """vLLM's engine with one second a step, which reads one prompt a step and writes a token of each that it has read."""
+
+    def __init__(self, clock):
+        self.clock, self.requests = clock, {}
+
+    def add_request(self, name, prompt, sampling):
+        assert prompt["prompt_token_ids"]
+        self.requests[name] = [0, sampling.max_tokens]
+
+    def has_unfinished_requests(self):
+        return bool(self.requests)
+
+    def step(self):
+        self.clock.now += 1.0
+        waiting = [name for name, (written, _) in self.requests.items() if not written]
+        outputs = []
+        for name, request in list(self.requests.items()):
+            if request[0] or name == waiting[0]:
+                request[0] += 1
+                outputs.append(output_of(name, request[0], request[0] == request[1]))
+                if request[0] == request[1]:
+                    del self.requests[name]
+        self.clock.now += 0.5 * len(outputs)
+        return outputs
+
+
+def output_of(name, count, finished):
+    return SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=list(range(count)))], finished=finished)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [(9, (3 + 0.5 * 6, 2.5)), (1, (3 + 0.5 * 3, 0.0)), (2, (3 + 0.5 * 5, 0.0))]
+)
+def test_decoding_is_timed_while_every_request_writes(tokens, expected, monkeypatch):
+    """Three prompts, one read a step: first tokens after three steps; then steps of 1 + 3 / 2 seconds."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(vllm_engines.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **given: SimpleNamespace(**given)))
+    assert vllm_engines.run_requests(Engine(clock), [[5, 6], [7], [8]], tokens) == expected
 
 
 def test_random_models_take_turns_and_are_servable(stand_in, tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ from surgery.eval.results.models import compare_folders
 from surgery.eval.results.pareto import CostPoint, pareto_front
 from surgery.eval.results.store import ResultStore, result_key
 from surgery.eval.suite import EvalMetric, EvalOptions, Sample, SuiteResult, infer_metric_kind
+from surgery.publish.html.models import _front as front_of_page
 
 ACCURACY = EvalMetric("accuracy", "accuracy", scale=100, unit="%")
 NLL = EvalMetric("nll", "ppl", higher_is_better=False, title="perplexity")
@@ -315,6 +316,10 @@ def test_a_prediction_after_healing_beside_an_unhealed_model_is_said_to_be_one(h
     said = "raw was not healed, but losses are predicted after healing"
     assert (shared.remark, shared.note.endswith(said)) == ((said, True) if healing else ("", False))
     assert shared.to_dict().get("remark", "") == shared.remark
+    names = {line[-1] for line in shared.lines()}
+    assert ("raw (not healed)" in names) == healing and {"healed", "unknown"} <= names
+    page = front_of_page(shared.to_dict())
+    assert ("raw (not healed)" in page) == healing and "unknown (not healed)" not in page
 
 
 def test_models_of_other_searches_have_other_fronts(tmp_path):
@@ -490,6 +495,21 @@ def test_arrays_and_sizes_are_checked(tmp_path, monkeypatch):
     monkeypatch.setitem(reading.MAX_BYTES, "arrays.safetensors", 10)
     with pytest.raises(SurgeryError, match="must have at most 10 bytes"):
         compare_folders(folders)
+
+
+@pytest.mark.parametrize("name", ["results.json", "comparison.json"])
+@pytest.mark.parametrize(
+    ("held", "says"),
+    [
+        ("[1, 2]", r"{} must hold a JSON object, .*\(got a list\)"),
+        ("{{", "{} is not JSON"),
+        ('{{"models": {{}}}}', "has a {}, but no folder of a model"),
+    ],
+)
+def test_a_folder_with_a_summary_alone_says_what_is_wrong_with_it(name, held, says, tmp_path):
+    (tmp_path / name).write_text(held.format())
+    with pytest.raises(SurgeryError, match=says.format(name)):
+        compare_folders([tmp_path])
 
 
 def test_a_link_to_a_model_elsewhere_is_not_followed(tmp_path):

@@ -263,15 +263,20 @@ def compile_delta() -> None:
 
 
 def compile_levels() -> None:
-    """Compile log-linear Gated DeltaNet over enough chunks for a launch of each kernel."""
-    from surgery.kernels.log_linear_delta import log_linear_delta
+    """Compile log-linear Gated DeltaNet over enough chunks for a launch of each kernel: by slots, and by levels where a
+    transition is large beside a state.
+    """
+    from surgery.kernels.log_linear_delta import log_linear_delta, plan
 
+    plan.SLOTS_BACKWARD = True
     tokens, wide = 2048, torch.bfloat16
-    q, k, v = (torch.randn(1, 1, *one, tokens, 64, dtype=wide, requires_grad=True) for one in ((1,), (), ()))
-    out = log_linear_delta(
-        q, k, v, torch.rand(1, 1, tokens), torch.zeros(1, 1, tokens), torch.rand(1, tokens, 1, 1, 12)
-    )
-    out.sum().backward()
+    for features, values in ((128, 128), (64, 64), (64, 16)):
+        sizes = (1, tokens, features), (tokens, features), (tokens, values)
+        q, k, v = (torch.randn(1, 1, *size, dtype=wide, requires_grad=True) for size in sizes)
+        out = log_linear_delta(
+            q, k, v, torch.rand(1, 1, tokens), torch.zeros(1, 1, tokens), torch.rand(1, tokens, 1, 1, 12)
+        )  # fmt: skip
+        out.sum().backward()
 
 
 def compile_pages() -> None:

@@ -561,13 +561,15 @@ OWN_FORWARD = "computes attention in its own forward, without transformers' atte
 
 
 def models_table() -> str:
-    """Return the table of docs/models.md."""
-    rows = ["| family | roles | mixers | note |", "| --- | --- | --- | --- |"]
+    """Return the table of docs/models.md: families with the same answers share a row."""
+    names: dict[tuple[str, str, str], list[str]] = {}
     for name, family in TINY_FAMILIES.items():
         reason = family.mixers.replace(OWN_FORWARD, "attention code of its own")
         refused = f"linears refused: {family.linears}" if family.linears else ""
         note = "; ".join(text for text in (refused, family.note) if text)
-        rows.append(f"| {name} | {family.roles()} | {f'no: {reason}' if reason else 'yes'} | {note} |")
+        names.setdefault((family.roles(), f"no: {reason}" if reason else "yes", note), []).append(name)
+    rows = ["| family | roles | mixers | note |", "| --- | --- | --- | --- |"]
+    rows += [f"| {', '.join(group)} | {' | '.join(answers)} |" for answers, group in names.items()]
     return "\n".join(rows)
 
 

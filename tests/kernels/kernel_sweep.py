@@ -285,6 +285,17 @@ LINEAR = {
     "tiny": [(2, 1, 2, 21, 16, 17, F32, True)],
     "far": [(3, 1, 1, 3, 16, 16, F32, True), (1, 3, 1, 3, 16, 16, F32, True), (1, 1, 3, 3, 16, 16, F32, True)],
 }
+# The same for log-linear Gated DeltaNet alone, whose backward goes through slots: large tiles, two heads, many levels
+SLOTS = {
+    "full": [
+        (2, 24, 1, 4160, 128, 128, BF16, False),
+        (3, 8, 2, 2100, 128, 128, torch.float16, False),
+        (2, 4, 2, 5000, 64, 64, F32, False),
+    ],
+    "reduced": [(3, 2, 2, 700, 16, 17, F32, False)],
+    "tiny": [(2, 1, 2, 170, 16, 17, F32, False)],
+    "far": [(2, 1, 2, 70, 16, 16, F32, False), (1, 2, 1, 70, 16, 16, F32, False)],
+}
 
 
 def tokens(B: int, G: int, J: int, T: int, F: int, V: int, dtype: torch.dtype, delta: bool, levels: int = 0) -> Leaves:
@@ -348,7 +359,7 @@ def tree(grid: str, delta: bool) -> Iterator[Case]:
     """Yield cases of log-linear attention. delta: with the delta rule."""
     from surgery.mixers.masks.log_linear import log_linear
 
-    for B, G, J, T, F, V, dtype, starts in sizes_of(LINEAR, grid):
+    for B, G, J, T, F, V, dtype, starts in sizes_of(LINEAR, grid) + (sizes_of(SLOTS, grid) if delta else []):
         rows = tokens(B, G, J, T, F, V, dtype, delta, (T + 1500 * starts).bit_length() + 1)
         rows["start"] = positions(B, starts)
         if starts:
@@ -378,6 +389,9 @@ def _(grid: str) -> Iterator[Case]:
 
 @cases("log_linear_delta")
 def _(grid: str) -> Iterator[Case]:
+    from surgery.kernels.log_linear_delta import plan
+
+    plan.SLOTS_BACKWARD = True  # off in the library until this sweep has run on a GPU
     return tree(grid, True)
 
 

@@ -18,7 +18,15 @@ from surgery.mixers.masks.semiseparable import semiseparable
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
-pytestmark = pytest.mark.usefixtures("loops_of_tensors")
+pytestmark = pytest.mark.usefixtures("loops_of_tensors", "slots_backward")
+
+
+@pytest.fixture
+def slots_backward(monkeypatch):
+    """The backward through slots, which is off until it has run on a GPU."""
+    from surgery.kernels.log_linear_delta import plan
+
+    monkeypatch.setattr(plan, "SLOTS_BACKWARD", True)
 
 
 # B, G, J, T, F, V, keys shared by the groups
@@ -137,6 +145,7 @@ TREES = [  # B, G, J, T, F, V, shared; levels; starts; gates
     ((2, 1, 1, 40, 16, 16, True), 12, (21, 1009), "mild"),
     ((1, 1, 2, 70, 24, 16, False), 3, (0,), "mild"),
     ((1, 1, 1, 600, 16, 16, False), 12, (1_105,), "mild"),  # segments of more than eight chunks
+    ((1, 2, 2, 420, 24, 40, True), 4, (32 * 61 + 5,), "extreme"),  # a border of the highest level, two query heads
 ]
 
 
@@ -145,9 +154,10 @@ def test_log_linear_delta(shape, levels, starts, gates):
     check_log_linear(shape, gates, torch.float32, starts, levels, chunk=32)
 
 
-def test_log_linear_delta_in_half_precision():
+@pytest.mark.parametrize("values", [40, 72])
+def test_log_linear_delta_in_half_precision(values):
     """Tiles of 128 features, and two query heads; the interpreter multiplies no bfloat16."""
-    check_log_linear((1, 1, 2, 200, 72, 40, False), "mild", torch.float16, (0,))
+    check_log_linear((1, 1, 2, 200, 72, values, False), "mild", torch.float16, (0,))
 
 
 LARGE = [320, 512, 1024]  # features of heads of 80, 128 and 256 dims with both forms of RoPE and Hedgehog
@@ -174,10 +184,52 @@ def test_many_features_large(features, values, dtype):
     check_log_linear((2, 2, 2, 300, features, values, False), "extreme", dtype, starts=(21, 1009))
 
 
+@pytest.mark.parametrize(
+    "shape, levels, starts, gates",
+    [
+        ((1, 1, 3, 150, 16, 17, False), 12, (0,), "mild"),  # three query heads of a group go by levels anyway
+        ((2, 1, 2, 300, 16, 16, True), 5, (21, 1009), "extreme"),
+    ],
+)
+def test_backward_by_levels(monkeypatch, shape, levels, starts, gates):
+    from surgery.kernels.log_linear_delta import plan as launch
+
+    monkeypatch.setattr(launch, "SLOTS_BACKWARD", shape[2] > launch.MOST_SLOT_HEADS)
+    monkeypatch.setattr(launch.LogLinearDeltaPlan, "slots_backward", None)
+    check_log_linear(shape, gates, torch.float32, starts, levels, chunk=32)
+
+
+@pytest.mark.parametrize("starts, lengths", [((0, 0), (1, 40)), ((31, 96), (70, 700)), ((32 * 511, 7), (2000, 65))])
+def test_reads_of_slots_have_places_of_their_own(starts, lengths):
+    """Each read of a slot by a chunk, counted one by one, and all within the bound, where rows are as long as they can
+    be."""
+    from surgery.kernels.gated_delta.layout import make_sizes, max_chunks
+    from surgery.kernels.log_linear_delta.plan import LogLinearDeltaPlan
+
+    for start, length in zip(starts, lengths):
+        v, start_B = torch.zeros(2, 1, length, 16), torch.tensor([start, start + 32])
+        sizes = make_sizes(v.unsqueeze(2), v, 32, start_B, None)
+        top = (max_chunks(v, 32, start_B) - 1).bit_length()
+        plan = LogLinearDeltaPlan(
+            *[v] * 5, sizes, level=v, bucket_lRGKV=None, extra_RGKV=None, end_R=None, levels=top + 1, top=top
+        )
+        firsts, most = plan.slot_reads()
+        taken = []
+        for row, begin in enumerate(start_B.tolist()):
+            a0, chunks = begin // 32 % 2**top, -(-(begin % 32 + length) // 32)
+            for a in range(a0, a0 + chunks):
+                e = a
+                while e > a0:
+                    taken.append(int(firsts[row, e - a0]) + a - e)
+                    e &= e - 1
+        assert sorted(taken) == list(range(len(taken))) and len(taken) <= most
+
+
 def test_levels_in_groups(monkeypatch):
     """Where there is little memory."""
     from surgery.kernels.log_linear_delta import plan as launch
 
+    monkeypatch.setattr(launch, "SLOTS_BACKWARD", False)
     monkeypatch.setattr(launch, "FORWARD_MEMORY_SHARE", 0)
     monkeypatch.setattr(launch, "BACKWARD_MEMORY_SHARE", 0)
     check_log_linear((1, 1, 1, 170, 16, 16, False), "mild", torch.float32, (0,), 5, chunk=32)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from recipes.papers.experiments import figures
+from recipes.papers.quality import mlr_partitions
+from recipes.papers.script import run_script
 from recipes.papers.training import values  # noqa: F401  registers the stages of its command
 from surgery.training.pretrain.recipe import load_pretrain_recipe
 
@@ -97,3 +101,43 @@ def test_commands_of_larger_runs_have_valid_recipes():
 def test_hours_are_counted_from_parameters_and_tokens():
     cost = figures.Cost("", "", "", parameters=1e9, tokens=1e9)
     assert cost.hours() == pytest.approx(6e18 / (0.4 * 990e12) / 3600)
+
+
+# -- how the programs end ----------------------------------------------------------------------------
+def test_every_program_ends_by_run_script():
+    ends = {}
+    for path in sorted((ROOT / "recipes" / "papers").rglob("*.py")):
+        if 'if __name__ == "__main__":' in (text := path.read_text(encoding="utf-8")):
+            ends[path.name] = text.rpartition('if __name__ == "__main__":')[2].strip()
+    assert len(ends) > 45 and not {name: end for name, end in ends.items() if not end.startswith("run_script(")}
+
+
+def lacks_weights(folder):
+    """Measure a checkpoint that is a config alone."""
+    (folder / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    (folder / "text.txt").write_text("a text")
+    with mock.patch.object(sys, "argv", ["program", str(folder), "--calibration", str(folder / "text.txt")]):
+        mlr_partitions.main()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda folder: (folder / "nowhere").read_text(), "cannot open .*nowhere: No such file or directory"),
+        (lambda folder: folder.read_text(), "cannot open .*: Is a directory"),
+        (lacks_weights, "safetensors"),
+    ],
+)
+def test_what_a_user_can_correct_is_one_line_and_exit_code_2(wrong, says, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run_script(lambda: wrong(tmp_path))
+    said = capsys.readouterr().err.strip().splitlines()
+    assert stopped.value.code == 2 and re.search(says, said[-1]) and "Traceback" not in "\n".join(said)
+
+
+def test_other_errors_stay_and_codes_are_those_of_the_program():
+    with pytest.raises(OSError, match="No space left"):
+        run_script(lambda: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(SystemExit) as stopped:
+        run_script(lambda: 1)
+    assert stopped.value.code == 1 and run_script(lambda: None) is None

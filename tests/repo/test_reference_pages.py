@@ -52,8 +52,7 @@ def test_keys_that_nothing_sets_are_keys():
 
 
 def test_types_are_words():
-    assert type_text(Literal["a", "b"] | int | None) == "`a` or `b`, whole number or none"
+    assert type_text(Literal["a", "b"] | int | None) == "`a` or `b`, integer or none"
     assert (
-        type_text(tuple[float, ...]) == "list of number"
-        and type_text(dict[str, int]) == "mapping of text to whole number"
+        type_text(tuple[float, ...]) == "list of number" and type_text(dict[str, int]) == "mapping of text to integer"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 
@@ -64,6 +65,18 @@ def test_facts_count_no_embedding(btt, mixed):
         assert facts.width == config["hidden_size"] and bool(facts.mixers) == mixers
         assert linears is None or bool(facts.linears) == linears
         assert facts.parameters == read_facts(open_trainable(str(TINY_CHECKPOINT))).parameters > 10**6
+
+
+def test_stock_layers_are_replaced_attention(tmp_path):
+    """They are in the report alone, and their parameters have the rate of the rest."""
+    shutil.copytree(TINY_CHECKPOINT, tmp_path / "OUT")
+    report = tmp_path / "OUT" / "surgery_report.json"
+    for stock, said in (({"linear_layers": [0, 1, 2]}, "3 attention modules"), ({"linear_layers": "x"}, "nothing")):
+        report.write_text(json.dumps({"stock": stock}))
+        recipe, lines = load_recipe_of_run("auto", str(tmp_path / "OUT"))
+        assert f", {said} replaced" in lines[0] and "rates.mixers" not in "\n".join(lines)
+        assert not recipe.stages[0].rates
+        assert recipe.stages[0].tokens == (10_000_000 if said != "nothing" else 3_000_000)
 
 
 def test_it_says_what_it_chose_and_set_wins(mixed):

@@ -49,6 +49,7 @@ from recipes.papers.experiments.sweep import (
 from recipes.papers.experiments.training import seeds_of, trained_model
 from recipes.papers.experiments.verdicts import ANY, Comparison, Verdict, above, decide
 from recipes.papers.mup.models import rate_factors
+from recipes.papers.script import run_script
 from recipes.papers.training.compute import count_compute
 from surgery.mixers.masks.block_mixing import Blocks, BlocksMask
 from surgery.mixers.masks.toeplitz_block_mixing import ToeplitzBlocksMask
@@ -321,4 +322,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    main(EXPERIMENT)
+    run_script(lambda: main(EXPERIMENT))

@@ -34,6 +34,7 @@ from recipes.papers.experiments.sweep import (
 )
 from recipes.papers.experiments.text import train_text
 from recipes.papers.experiments.verdicts import DIVERGED, Comparison, Verdict, below, decide, has_diverged
+from recipes.papers.script import run_script
 
 HEAD = 64
 RANKS = (32, 8, 6, 4, 4, 4, 4, 2)
@@ -207,4 +208,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    main(EXPERIMENT)
+    run_script(lambda: main(EXPERIMENT))

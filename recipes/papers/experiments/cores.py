@@ -17,6 +17,7 @@ from recipes.papers.experiments.driver import Experiment, main
 from recipes.papers.experiments.scaling import BLOCKS, PAPER, draw, heads, table, train
 from recipes.papers.experiments.sweep import Row, Setting, best_rows
 from recipes.papers.experiments.verdicts import DIVERGED, Comparison, Verdict, above, decide, has_diverged
+from recipes.papers.script import run_script
 
 CLOSE = 0.02  # share of the rival's loss within which losses count as equal
 TWO, THREE, FOUR, RANK = "btt_c2_r1", "btt_c3_r1", "btt_c4_r1", "btt_c3_r2"
@@ -72,4 +73,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    main(EXPERIMENT)
+    run_script(lambda: main(EXPERIMENT))

@@ -31,6 +31,7 @@ from recipes.papers.experiments.sweep import (
 )
 from recipes.papers.experiments.text import perplexity, train_text
 from recipes.papers.experiments.verdicts import ANY, DIVERGED, Comparison, Verdict, below, decide, has_diverged
+from recipes.papers.script import run_script
 
 HEAD = 32  # dimensions of a head and of its state
 WIDE = {"ssd_wide": "ssd", "gdn_wide": "gdn"}
@@ -139,4 +140,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    main(EXPERIMENT)
+    run_script(lambda: main(EXPERIMENT))

@@ -39,6 +39,7 @@ from recipes.papers.experiments.sweep import (
 )
 from recipes.papers.experiments.training import seeds_of
 from recipes.papers.experiments.verdicts import UNDECIDED, Comparison, Verdict, above, decide
+from recipes.papers.script import run_script
 from recipes.papers.training.compute import count_compute, state_size
 
 TIMES = (1, 2, 4, 8)  # lengths of scored rows, in lengths of training rows
@@ -173,4 +174,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    main(EXPERIMENT)
+    run_script(lambda: main(EXPERIMENT))

@@ -39,6 +39,7 @@ from recipes.papers.experiments.driver import COUNTED, GPU_TIME, MEMORY, Experim
 from recipes.papers.experiments.figures import FAR, HOLDS, PLACES, costs_section, figures_section, other_places
 from recipes.papers.experiments.sweep import Setting, gpu_minutes, is_complete, stack_size
 from recipes.papers.experiments.verdicts import OPEN, combine, count
+from recipes.papers.script import run_script
 from surgery.core.errors import SurgeryError
 
 EXPERIMENTS = (
@@ -254,4 +255,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -38,6 +38,7 @@ from recipes.papers.experiments.sweep import (
 from recipes.papers.experiments.text import train_text
 from recipes.papers.experiments.verdicts import DIVERGED, Comparison, Verdict, decide, has_diverged
 from recipes.papers.mup.tables import parabola_vertex
+from recipes.papers.script import run_script
 
 HEAD = 32  # dimensions of an attention head
 SAME = 0.5  # share of the shift of a rate in proportion to 1 / width, below which best rates count as one
@@ -193,4 +194,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    main(EXPERIMENT)
+    run_script(lambda: main(EXPERIMENT))

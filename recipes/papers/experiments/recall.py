@@ -42,6 +42,7 @@ from recipes.papers.experiments.sweep import (
 )
 from recipes.papers.experiments.training import pick, seeds_of, train_stack
 from recipes.papers.experiments.verdicts import UNDECIDED, Comparison, Verdict, above, decide
+from recipes.papers.script import run_script
 from recipes.papers.training.compute import count_compute, state_size
 from recipes.papers.training.stacked import Batch, StackedTraining, causal_mask
 from surgery.training.data.generated import IGNORE_INDEX, VALIDATION_SEED, MQARTask
@@ -364,4 +365,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    main(EXPERIMENT)
+    run_script(lambda: main(EXPERIMENT))

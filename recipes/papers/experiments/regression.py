@@ -34,6 +34,7 @@ from recipes.papers.experiments.sweep import (
 )
 from recipes.papers.experiments.training import seeds_of, train_stack
 from recipes.papers.experiments.verdicts import UNDECIDED, Comparison, Verdict, above, decide
+from recipes.papers.script import run_script
 from recipes.papers.training.compute import Compute, count_compute
 from recipes.papers.training.stacked import Batch, StackedTraining, causal_mask
 from recipes.papers.training.values import RegressionTask, squared_error
@@ -239,4 +240,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    main(EXPERIMENT)
+    run_script(lambda: main(EXPERIMENT))

@@ -39,6 +39,7 @@ from recipes.papers.experiments.sweep import (
 )
 from recipes.papers.experiments.training import seeds_of, train_stack
 from recipes.papers.experiments.verdicts import ANY, UNDECIDED, Comparison, Verdict, above, decide
+from recipes.papers.script import run_script
 from recipes.papers.training.compute import linear_macs
 from recipes.papers.training.stacked import Batch
 from recipes.papers.training.values import TeacherTask
@@ -347,4 +348,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    main(EXPERIMENT)
+    run_script(lambda: main(EXPERIMENT))

@@ -48,6 +48,7 @@ from recipes.papers.experiments.text import position_losses, text_loss
 from recipes.papers.experiments.training import seeds_of, train_stack
 from recipes.papers.experiments.verdicts import DIVERGED, Comparison, Verdict, below, decide, has_diverged
 from recipes.papers.mup.models import rate_factors
+from recipes.papers.script import run_script
 from recipes.papers.training.compute import count_compute, state_size
 from recipes.papers.training.stacked import Batch, StackedTraining
 from surgery.training.data.generated import integers
@@ -259,4 +260,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    main(EXPERIMENT)
+    run_script(lambda: main(EXPERIMENT))

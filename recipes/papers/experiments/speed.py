@@ -23,6 +23,7 @@ from recipes.papers.experiments.driver import markdown
 from recipes.papers.experiments.figures import FLOPS, LOG_LINEAR, TBM
 from recipes.papers.experiments.times import Times, faster_from, slope, words
 from recipes.papers.experiments.verdicts import Verdict
+from recipes.papers.script import run_script
 from surgery.core import errors
 from surgery.core.errors import SurgeryError
 
@@ -221,4 +222,4 @@ def main(given: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -36,6 +36,7 @@ from recipes.papers.experiments.text import VOCABULARY, CodeRows
 from recipes.papers.experiments.training import seeds_of, train_stack
 from recipes.papers.experiments.verdicts import DIVERGED, Comparison, Verdict, below, decide, has_diverged
 from recipes.papers.mup.models import SweepSizes, make_gpt2
+from recipes.papers.script import run_script
 from recipes.papers.training.compute import count_compute
 from recipes.papers.training.stacked import Batch, StackedTraining, causal_mask
 
@@ -181,4 +182,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    main(EXPERIMENT)
+    run_script(lambda: main(EXPERIMENT))

@@ -20,6 +20,7 @@ from recipes.papers.experiments.scaling import table, train_classifiers
 from recipes.papers.experiments.sweep import Cell, Row, Setting, best_rows, mean_and_error, paired_difference
 from recipes.papers.experiments.verdicts import DIVERGED, Comparison, Verdict, above, decide, has_diverged
 from recipes.papers.experiments.vision import BLOCKS, LARGE, SIZES, PatchTransformer, heads, make_vit
+from recipes.papers.script import run_script
 
 METHODS = ("aware", "naive")
 PAPER = "the paper: width 1,024, CIFAR-10"
@@ -91,4 +92,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    main(EXPERIMENT)
+    run_script(lambda: main(EXPERIMENT))

@@ -29,6 +29,7 @@ from recipes.papers.experiments.driver import Experiment, main
 from recipes.papers.experiments.sweep import BestRows, Cell, Row, Setting, best_rows, difference, mean_and_error
 from recipes.papers.experiments.times import Times, faster_from, least_times, slope, words
 from recipes.papers.experiments.verdicts import ANY, REFUTED, Comparison, Verdict, above, decide
+from recipes.papers.script import run_script
 from surgery.mixers.base import AttentionShape
 from surgery.mixers.masks.base import MASKS, Mask, MaskInputs, Signals
 
@@ -258,4 +259,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    main(EXPERIMENT)
+    run_script(lambda: main(EXPERIMENT))

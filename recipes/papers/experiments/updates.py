@@ -25,6 +25,7 @@ from recipes.papers.experiments.scaling import fit_power_law, make_linear, make_
 from recipes.papers.experiments.sweep import Cell, Row, Setting, best_rows, difference, finite_or_none, mean_and_error
 from recipes.papers.experiments.training import seeds_of, train_stack
 from recipes.papers.experiments.verdicts import UNDECIDED, Comparison, Verdict, below, decide
+from recipes.papers.script import run_script
 from recipes.papers.training.compute import linear_macs
 from recipes.papers.training.stacked import Batch, StackedTraining
 from surgery.structures import StructuredLinear
@@ -203,4 +204,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    main(EXPERIMENT)
+    run_script(lambda: main(EXPERIMENT))

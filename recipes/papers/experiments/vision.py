@@ -25,6 +25,7 @@ from recipes.papers.experiments import scaling
 from recipes.papers.experiments.driver import Experiment, main
 from recipes.papers.experiments.scaling import make_linear, train_classifiers
 from recipes.papers.experiments.sweep import Cell, Row, Setting
+from recipes.papers.script import run_script
 from recipes.papers.training.compute import linear_macs
 from surgery.training.pretrain.initialize import zero_output
 
@@ -164,4 +165,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    main(EXPERIMENT)
+    run_script(lambda: main(EXPERIMENT))

@@ -34,6 +34,7 @@ from recipes.papers.experiments.text import VOCABULARY, CodeRows, score_text, te
 from recipes.papers.experiments.training import seeds_of, train_stack
 from recipes.papers.experiments.verdicts import UNDECIDED, Comparison, Verdict, above, below, decide, has_diverged
 from recipes.papers.mup.models import rate_factors
+from recipes.papers.script import run_script
 from recipes.papers.training.compute import count_compute
 from recipes.papers.training.stacked import Batch, StackedTraining, causal_mask
 from surgery.training.weight_norm import add_core_norms
@@ -257,4 +258,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    main(EXPERIMENT)
+    run_script(lambda: main(EXPERIMENT))

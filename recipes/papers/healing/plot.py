@@ -13,6 +13,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from recipes.papers.script import run_script
+
 COLORS = {"calibrated": "#1f6feb", "copied": "#d1495b"}
 MAX_RATIO = 10  # upper limit of the plot, times the original's perplexity: higher starts would hide how the ends differ
 LABELS = {"calibrated": "calibrated start", "copied": "copy-init"}
@@ -100,4 +102,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -18,6 +18,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from recipes.papers.script import run_script
 from surgery.core.errors import SurgeryError
 from surgery.eval.suites.needle import FLOORS
 
@@ -118,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

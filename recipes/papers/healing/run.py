@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from recipes.papers.script import run_script
 from surgery.conversion.convert import convert
 from surgery.core.device import choose_device, device_name
 from surgery.core.errors import SurgeryError
@@ -408,4 +409,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

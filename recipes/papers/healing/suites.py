@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.papers.healing.tables import show
+from recipes.papers.script import run_script
 from surgery.core.files import atomic_write
 from surgery.core.progress import RichProgress
 from surgery.eval.run import Evaluation, evaluate
@@ -138,4 +139,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

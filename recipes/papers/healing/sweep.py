@@ -22,6 +22,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from recipes.papers.script import run_script
 from surgery.core.config import read_yaml
 from surgery.core.errors import SurgeryError
 from surgery.core.files import checksum
@@ -199,4 +200,4 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from recipes.papers.script import run_script
 from surgery.core.errors import SurgeryError
 from surgery.eval import stories
 
@@ -227,4 +228,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

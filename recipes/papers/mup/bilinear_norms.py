@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from recipes.papers.mup.models import SweepSizes, make_config
+from recipes.papers.script import run_script
 from surgery.planning.recipe import validate_recipe
 from surgery.training.optim import make_groups, make_optimizer, parameter_infos
 from surgery.training.pretrain.initialize import make_model, plan_new_model
@@ -138,4 +139,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

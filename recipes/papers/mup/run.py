@@ -37,6 +37,7 @@ from recipes.papers.mup.models import (
     rate_factors,
 )
 from recipes.papers.mup.tables import show
+from recipes.papers.script import run_script
 from recipes.papers.training.stacked import StackedTraining
 from surgery.core.device import choose_device
 from surgery.training.data.dataset import DataConfig, TrainingData, make_data
@@ -213,4 +214,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -30,6 +30,7 @@ from unittest.mock import patch
 
 from recipes.papers.quality.curve_probes import probed_points
 from recipes.papers.quality.linears import STRUCTURES, convert_and_measure, format_line, measure_checkpoint
+from recipes.papers.script import run_script
 from surgery.conversion import convert, fisher
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.trial import budgets_by_gain, measure_rank_errors, uniform_budgets
@@ -133,4 +134,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

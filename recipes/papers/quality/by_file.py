@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from recipes.papers.quality.quantized import append_row, run_script
+from recipes.papers.quality.quantized import append_row
+from recipes.papers.script import run_script
 from surgery.core.device import choose_device
 from surgery.core.errors import SurgeryError
 from surgery.core.files import atomic_write

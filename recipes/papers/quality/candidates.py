@@ -42,6 +42,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recipes.papers.script import run_script
 from surgery.architectures.linears import find_linears
 from surgery.calibration.data import document_stream, text_windows
 from surgery.core.device import choose_device
@@ -699,4 +700,4 @@ def format_swapped(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from recipes.papers.quality.quantized import KEYS, read_rows, run_script, stored_result
+from recipes.papers.quality.quantized import KEYS, read_rows, stored_result
+from recipes.papers.script import run_script
 from surgery.core.errors import SurgeryError
 from surgery.core.files import atomic_write
 from surgery.eval.results.statistics import Units, wilson_interval

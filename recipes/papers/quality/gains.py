@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from recipes.papers.script import run_script
 from surgery.budget.gains import FLOOR, Gain, HealedRun, fit_gains, gains_data, read_runs
 from surgery.core.files import write_json
 
@@ -74,4 +75,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

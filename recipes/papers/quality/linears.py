@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from recipes.papers.script import run_script
 from surgery.conversion.convert import convert
 from surgery.core.device import choose_device
 from surgery.core.errors import SurgeryError
@@ -226,4 +227,4 @@ def format_line(found: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from recipes.papers.script import run_script
 from surgery.conversion.convert import convert
 from surgery.core.device import choose_device
 from surgery.core.errors import SurgeryError
@@ -142,4 +143,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

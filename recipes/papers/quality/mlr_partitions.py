@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recipes.papers.script import run_script
 from surgery.structures.low_rank import LowRank, LowRankLinear
 from surgery.structures.metric import Metric, add_damping
 from surgery.structures.mlr import MLR, MLRLinear, halved_ranks, rank_limits
@@ -166,4 +167,4 @@ def format_line(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

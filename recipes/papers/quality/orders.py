@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.papers.quality.linears import STEPS, STRUCTURES, convert_and_measure, measure_checkpoint
+from recipes.papers.script import run_script
 from surgery.core.device import choose_device
 from surgery.eval.suite import EvalOptions
 from surgery.eval.suites import perplexity as ppl
@@ -65,4 +66,4 @@ def format_line(found: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from recipes.papers.script import run_script
 from surgery.conversion.convert import convert
 from surgery.planning.recipe import validate_recipe
 
@@ -58,4 +59,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.papers.quality.equal_bytes import latest, table
-from recipes.papers.quality.quantized import append_row, read_rows, run_script
+from recipes.papers.quality.quantized import append_row, read_rows
+from recipes.papers.script import run_script
 from surgery.architectures.attention import attention_paths, attention_shape
 from surgery.checkpoint.outline import describe_unconverted_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
@@ -437,7 +438,7 @@ def marked(row: Row, name: str, cell: str) -> str:
 def state_cell(row: Row) -> str:
     """Return the first cell of a row."""
     settings = row["settings"]
-    tokens = f", {settings['tokens']:,} tokens" if "tokens" in settings else ""
+    tokens = f", {settings['tokens'] / 1e6:g}M tokens" if "tokens" in settings else ""
     keys = ", ".join(settings.get("convert", ()))
     name = f"`{Path(row['conversion']).stem}`{f' ({keys})' if keys else ''}, " if row["conversion"] else ""
     name += row["state"] + (f", {settings['bits']} bits" if "bits" in settings else "")

@@ -18,7 +18,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from recipes.papers.quality.quantized import run_script
+from recipes.papers.script import run_script
 from surgery.core.config import parse_count
 from surgery.core.errors import SurgeryError
 

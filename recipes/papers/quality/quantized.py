@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from recipes.papers.script import run_script
 from surgery.conversion.convert import convert
 from surgery.core.device import choose_device
 from surgery.core.errors import SurgeryError
@@ -146,15 +145,6 @@ def append_row(path: Path | None, row: dict[str, Any]) -> None:
     if path is not None:
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-
-
-def run_script(main: Callable[[], None]) -> None:
-    """Run a script; an error that its user can correct ends it with a message and exit code 2."""
-    try:
-        main()
-    except SurgeryError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 def main() -> None:

@@ -32,7 +32,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from recipes.papers.quality.quantized import append_row, read_rows, run_script
+from recipes.papers.quality.quantized import append_row, read_rows
+from recipes.papers.script import run_script
 from surgery.core.device import choose_device
 from surgery.core.errors import SurgeryError
 from surgery.eval.speed.generation import FULL_ROWS, RepeatedStep, repeat_rows, synchronized_time

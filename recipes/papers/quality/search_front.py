@@ -33,7 +33,8 @@ from recipes.papers.quality.public_model import (
     share_cell,
     value_cell,
 )
-from recipes.papers.quality.quantized import append_row, read_rows, run_script
+from recipes.papers.quality.quantized import append_row, read_rows
+from recipes.papers.script import run_script
 from surgery.budget.recipes import recipe_text
 from surgery.budget.search import SearchSettings, search
 from surgery.checkpoint.meta_model import MetaModel

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from recipes.papers.script import run_script
 from surgery.conversion.apply import apply
 from surgery.core.device import choose_device
 from surgery.core.progress import Progress
@@ -120,4 +121,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recipes.papers.script import run_script
 from surgery.architectures.experts import RoutedExperts, split_experts
 from surgery.calibration.data import document_stream, text_windows
 from surgery.calibration.routing import RoutedTokens, routed_arguments
@@ -207,4 +208,4 @@ def format_row(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

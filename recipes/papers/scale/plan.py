@@ -20,6 +20,7 @@ from recipes.papers.scale.work import (
     data_free_work,
     moments_work,
 )
+from recipes.papers.script import run_script
 from surgery.calibration.partition import MAX_SHARDS, MIN_SHARD_TOKENS
 
 
@@ -205,4 +206,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

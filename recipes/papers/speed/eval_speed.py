@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from recipes.papers.script import run_script
 from surgery.calibration.data import load_tokenizer
 from surgery.core.device import choose_device, device_name
 from surgery.core.distributed import DistContext, init_distributed, local_device
@@ -190,4 +191,4 @@ def _to_json(found: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

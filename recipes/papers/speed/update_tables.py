@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from recipes.papers.script import run_script
 from recipes.papers.speed.page_tables import LEGEND, page_section
 from surgery.eval.speed.serve_tables import conditions
 from surgery.eval.speed.tables import format_conditions
@@ -142,4 +143,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_script(lambda: main(sys.argv[1:]))

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import sys
 
+from recipes.papers.script import run_script
 from recipes.papers.training import values  # noqa: F401  the import registers them
 from surgery.cli.main import main
 
 if __name__ == "__main__":
-    main(["pretrain", *sys.argv[1:]])
+    run_script(lambda: main(["pretrain", *sys.argv[1:]]))

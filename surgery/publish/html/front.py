@@ -45,6 +45,6 @@ def front_section(data: PageData) -> str:
     heads = ("point", cost_label(front), "of the original", f"{loss_label(front)}, nats per token", "interval")
     return (
         "<h2 id=front>Chosen from a front</h2>"
-        f"<p>{escape(describe_front(front))}</p>"
+        f"<p>{escape(describe_front(front, bool(data.report.get('training'))))}</p>"
         f"{front_figure(front, names, ('this model',), caption)}{table_html('The points of the front', heads, rows)}"
     )

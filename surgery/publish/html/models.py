@@ -142,14 +142,20 @@ def _front(shared: dict[str, Any]) -> str:
     models: dict[str, list[str]] = {name: [] for name in names}
     for model, number in shared["chosen"].items():
         models[names[int(number) - 1]].append(str(model))
-    labels = [", ".join(models[name]) or name for name in names]
+    unhealed = shared.get("unhealed")  # files of older versions have none
+    unhealed = unhealed if isinstance(unhealed, list) else []
+    titles = {
+        name: ", ".join(f"{model} (not healed)" if model in unhealed else model for model in models[name])
+        for name in names
+    }
+    labels = [titles[name] or name for name in names]
     measured, quantity = shared["measured"], str(shared["quantity"])
     body = []
     for name, point, (cost, share, loss, interval) in zip(names, front.points, front_cells(front)):
         values = ", ".join(f"{float(measured[model]):.2g}" for model in models[name] if model in measured)
         own = [values] if quantity else []
         row = [name, (cost, point.value), (share, point.value), (loss, point.loss), interval, *own]
-        body.append([*row, ", ".join(models[name])])
+        body.append([*row, titles[name]])
     heads = ["point", cost_label(front), "of the original", f"{loss_label(front)}, nats per token", "interval"]
     heads += [f"measured ({quantity})"] if quantity else []
     caption = "Points of a front of surgery search with their predicted intervals. The filled ones were converted."

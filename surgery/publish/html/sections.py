@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from surgery.core.tables import command_line, format_interval, format_number, format_tokens
+from surgery.planning.measured_times import decoding_call
 from surgery.publish.figures import CACHE_TOKENS, checkpoint_figures, format_share, speed_in_words
 from surgery.publish.html.data import SOFTMAX, PageData, layer_index, module_role, structure_class, structure_text
 from surgery.publish.html.svg import Axis, MatrixBox, Series, heat_map, layer_diagram, line_chart
@@ -80,7 +81,7 @@ def headline_figures(data: PageData) -> str:
         text.append((format_share(macs[1], macs[0]), f"of the FLOPs per token at {format_tokens(CACHE_TOKENS)} tokens"))
     if speed := data.report.get("speed"):
         call = (
-            f"prompt of {speed['tokens']:,} tokens" if speed["phase"] == "prefill" else "decoding step in a CUDA graph"
+            f"prompt of {speed['tokens']:,} tokens" if speed["phase"] == "prefill" else decoding_call(speed["device"])
         )
         where = f"{speed['device']} ({speed['dtype']})"
         text.append(

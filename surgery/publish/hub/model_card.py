@@ -136,7 +136,7 @@ def _replacement_section(source: CheckpointSource, report: dict[str, Any]) -> st
     if native:
         sentences.append(f"Added: level weights of log-linear attention, in {native} linear layers of the model's own.")
     if front := read_front(report):
-        sentences.append(describe_front(front))
+        sentences.append(describe_front(front, bool(report.get("training"))))
     return "\n".join([*lines, "", " ".join(sentences)])
 
 
