@@ -61,7 +61,9 @@ test-vllm:  ## tests of the vLLM plugin, and of level weights with its older tra
 	    echo "vLLM $$version: skipped, because its CPU build cannot be installed here (pip's error is above)"; continue; \
 	  fi; \
 	  echo "vLLM $$version"; ran=1; \
-	  OMP_NUM_THREADS=1 .venv-vllm-$$version/bin/python -m pytest tests/serving tests/mixers/test_native.py $(PYTEST_ARGS) || exit 1; \
+	  for tests in tests/serving tests/mixers/test_native.py; do \
+	    OMP_NUM_THREADS=1 .venv-vllm-$$version/bin/python -m pytest $$tests $(PYTEST_ARGS) || exit 1; \
+	  done; \
 	done; [ -n "$$ran" ]
 
 lint: style types imports  ## ruff (lint, format), mypy, and the layers of imports
