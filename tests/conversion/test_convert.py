@@ -393,6 +393,7 @@ curvature: diagonal
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path, monkeypatch):
     """Converting 24 layers takes hardly more memory than converting 4 of the same size.
 

@@ -121,6 +121,7 @@ def test_the_same_choice_twice_and_its_report(stories, tmp_path):
     assert bytes_of(tmp_path / "whole") == bytes_of(tmp_path / "again")
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_local_already_is_chosen_last(stories, tmp_path, monkeypatch):
     attention = {"mixer": "window", "window": 16, "hybrid": {"softmax": 0.9}}
     recipe = make_recipe(structure="dense", attention=attention, calibration=stories)

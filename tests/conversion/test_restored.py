@@ -139,6 +139,7 @@ def stories_recipe(stories, mixer=WINDOWED, **hybrid):
     return make_recipe(structure="dense", attention=attention, calibration=stories)
 
 
+@pytest.mark.slow
 def test_the_same_choice_twice_and_after_an_interruption(stories, tmp_path, monkeypatch):
     monkeypatch.setattr(aligned, "ALIGN_STEPS", 2)
     recipe, source = stories_recipe(stories, softmax=0.6), tmp_path / "source"

@@ -351,6 +351,7 @@ LOADED = {"gated-deltanet": ("Qwen3_5ForCausalLM", "Qwen3_5GatedDeltaNet")}
 LOADED["kda"] = ("BailingHybridForCausalLM", "BailingHybridDeltaAttention")
 
 
+@pytest.mark.slow
 def test_the_folders_load_without_surgery(stock):
     """In one process: the class, greedy text with and without a cache, and single steps against one pass."""
     names = {"gated-deltanet": ("llama", "llama-tied", "qwen2", "qwen3")}

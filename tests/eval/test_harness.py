@@ -294,6 +294,7 @@ def test_needles_of_the_story_are_found(eval_model):
     assert found.metrics["score"].kind == "accuracy"
 
 
+@pytest.mark.slow
 def test_a_window_loses_what_lies_before_it(eval_model, tmp_path):
     """Attention that sees 64 tokens finds needles at the end alone: the loss is told by depth and length."""
     from surgery.conversion.convert import convert

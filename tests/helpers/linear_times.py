@@ -12,7 +12,7 @@ SLOWNESS = {"low_rank": 1.25, "btt": 1.5}  # milliseconds of a parameter, those 
 
 def row(shape: tuple[int, int], tokens: int, op: str, ms: float, **options: Any) -> dict[str, Any]:
     """Return one row of a file: of a prompt, or of a decoding step in a CUDA graph."""
-    table = f"linear {shape[1]} -> {shape[0]}, forward" + (", graph" if tokens == 1 else "")
+    table = f"linear {shape[1]} -> {shape[0]}, forward" + (", CUDA graph" if tokens == 1 else "")
     sizes = {"tokens": tokens, "inputs": shape[1], "outputs": shape[0]}
     rest = {"options": options, "way": "reference", "rival": f"{op} {options}", "op": op, "ms": ms}
     return {"table": table, "x": tokens, "sizes": sizes, **rest}

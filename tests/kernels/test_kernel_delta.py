@@ -144,8 +144,10 @@ TREES = [  # B, G, J, T, F, V, shared; levels; starts; gates
     ((1, 1, 1, 100, 16, 17, True), 12, (0,), "extreme"),
     ((2, 1, 1, 40, 16, 16, True), 12, (21, 1009), "mild"),
     ((1, 1, 2, 70, 24, 16, False), 3, (0,), "mild"),
-    ((1, 1, 1, 600, 16, 16, False), 12, (1_105,), "mild"),  # segments of more than eight chunks
-    ((1, 2, 2, 420, 24, 40, True), 4, (32 * 61 + 5,), "extreme"),  # a border of the highest level, two query heads
+    # segments of more than eight chunks
+    pytest.param((1, 1, 1, 600, 16, 16, False), 12, (1_105,), "mild", marks=pytest.mark.slow),
+    # a border of the highest level, two query heads
+    pytest.param((1, 2, 2, 420, 24, 40, True), 4, (32 * 61 + 5,), "extreme", marks=pytest.mark.slow),
 ]
 
 
@@ -184,6 +186,7 @@ def test_many_features_large(features, values, dtype):
     check_log_linear((2, 2, 2, 300, features, values, False), "extreme", dtype, starts=(21, 1009))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape, levels, starts, gates",
     [

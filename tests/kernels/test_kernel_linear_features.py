@@ -205,6 +205,7 @@ def test_operators_and_saved_bytes(monkeypatch):
     out.float().sum().backward()
 
 
+@pytest.mark.slow
 def test_one_graph():
     """Under torch.compile both are nodes of one graph, forwards and backwards."""
     options = {"mask": "gates", "scores": "delta", "features": "hedgehog", "output_gate": "value", "rope": "both"}

@@ -310,6 +310,7 @@ def test_inference_mode_and_calls_one_after_the_other():
         assert far(model(ids, position_ids=torch.arange(32)[None], use_cache=False).logits, whole) < 1e-12
 
 
+@pytest.mark.slow
 def test_compiled_models_say_what_they_cannot():
     model, (ids, positions) = model_of(CONFIGS["retnet"]), packed_ids()
     torch.compiler.reset()

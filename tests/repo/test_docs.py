@@ -48,7 +48,7 @@ NEED_OUT = {
 }
 # The commands of these pages take 90 s of CPU time together: `make test-all` runs them.
 LONG = {"attention.md", "benchmarks.md", "compare.md", "performance.md", "pretrain.md", "search.md", "speculation.md"}
-LONG |= {"api.md", "bench.md", "evaluate.md", "extend.md", "finetune.md", "quality.md", "run.md"}
+LONG |= {"api.md", "bench.md", "convert.md", "evaluate.md", "extend.md", "finetune.md", "quality.md", "run.md"}
 LONG |= {"stock.md", "structures.md", "tutorial.md", "upgrade.md"}
 TEXTS = ("calibration.txt", "heldout.txt")
 # Enough to run every command, in little time: sizes of the checkpoint, tokens that it reads, and of each text over two

@@ -149,6 +149,7 @@ def train(student, texts, out, rows, **keys):
     return [loss for *_, loss in read_losses(out / "training")]
 
 
+@pytest.mark.slow
 def test_the_same_losses_in_micro_batches_and_captured(btt, texts, tmp_path, monkeypatch):
     whole = train(btt, texts, tmp_path / "whole", 4)
     assert train(btt, texts, tmp_path / "parts", 1) == pytest.approx(whole, rel=1e-4)

@@ -26,6 +26,7 @@ def heal(texts, out, *stages, **options):
     return read_losses(out / "training")
 
 
+@pytest.mark.slow
 def test_losses_and_weights_are_the_same_bit_for_bit(texts, tmp_path, monkeypatch):
     """Trained and merged weights, with an adapter that is kept, in a run that was interrupted."""
     hold, saved, step = models.hold_frozen_in_bfloat16, [], TrainingLoop._step

@@ -86,6 +86,7 @@ def train(btt, texts, out, **keys):
     return read_losses(out / "training"), tensors(out), result
 
 
+@pytest.mark.slow
 def test_a_step_that_runs_out_runs_again_with_less(btt, texts, tmp_path, monkeypatch, without_curves):
     """Step 1's second forward runs out once, then its first one: the run is that with these settings from step 1 on."""
     with monkeypatch.context() as patch:
@@ -108,6 +109,7 @@ def test_a_step_that_runs_out_runs_again_with_less(btt, texts, tmp_path, monkeyp
     assert all(torch.equal(weights[name], tensor) for name, tensor in theirs.items())
 
 
+@pytest.mark.slow
 def test_the_data_is_the_same(btt, texts, tmp_path, monkeypatch, without_curves):
     """Fewer rows per forward change a run by rounding alone."""
     plain, weights, _ = train(btt, texts, tmp_path / "plain")
@@ -120,6 +122,7 @@ def test_the_data_is_the_same(btt, texts, tmp_path, monkeypatch, without_curves)
         ), name
 
 
+@pytest.mark.slow
 def test_nothing_left_to_try(btt, texts, tmp_path, monkeypatch):
     run_out(monkeypatch, *range(2, 100))
     with pytest.raises(

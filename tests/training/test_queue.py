@@ -66,7 +66,9 @@ def test_jobs_end_with_the_queue(tmp_path, number):
     path = tmp_path / "jobs.yaml"
     path.write_text(json.dumps({"jobs": [{"name": "a", "gpus": 0, "command": "sleep 300 & echo $!; wait"}]}))
     words = [str(path), "--gpus", "0", "--seconds", "60", "--logs", str(tmp_path / "logs")]
-    process = subprocess.Popen([sys.executable, "-m", "recipes.papers.queue", *words], cwd=ROOT)
+    command = [sys.executable, "-m", "recipes.papers.queue", *words]
+    heeds = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731 - a background shell has it ignored
+    process = subprocess.Popen(command, cwd=ROOT, preexec_fn=heeds)
     log = tmp_path / "logs" / "a.log"
     until = time.monotonic() + 30
     while not (log.exists() and log.read_text().strip()) and time.monotonic() < until:

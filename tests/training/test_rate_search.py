@@ -64,6 +64,7 @@ def test_rates_that_are_no_choice_are_refused(rates, rule):
         load_healing_recipe("control", [f"rates_to_try={rates}"])
 
 
+@pytest.mark.slow
 def test_the_best_rate_trains_an_unconverted_model(texts, tmp_path):
     """The record names all trials; the result is that of the same recipe with the best rate and no search."""
     recipe = search_recipe(texts)

@@ -75,6 +75,7 @@ def train(student, texts, out, **keys):
     return read_losses(out / "training"), tensors(out)
 
 
+@pytest.mark.slow
 def test_the_same_training(student, texts, tmp_path, replays, without_curves):
     """Two stages, one with two micro-batches a step: the same losses and weights, bit for bit without a GPU.
 

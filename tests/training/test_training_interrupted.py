@@ -78,6 +78,7 @@ def test_a_run_goes_on_with_another_number_of_processes(whole, btt, texts, tmp_p
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_text_is_tokenised_by_one_process_of_a_machine(whole, btt, texts, tmp_path):
     """The other only reads what it wrote, and both train as one does."""
     from surgery.training.data.tokenize import TextEncoder

@@ -63,6 +63,7 @@ def assert_equal_losses(out, whole):
 
 
 # -- the command ----------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_command_starts_its_workers(alone, btt, texts, tmp_path):
     """Two replicas that no wrapper holds train as one process; --json prints one document."""
     words = command(btt, texts, tmp_path, "--json", cuda_graph=True)
@@ -248,6 +249,7 @@ def test_replicas_in_a_graph(alone, btt, texts, tmp_path, monkeypatch):
     assert_equal_losses(out, alone)
 
 
+@pytest.mark.slow
 def test_a_divided_teacher(alone, btt, texts, tmp_path):
     from surgery.training import models
 

@@ -43,6 +43,7 @@ def test_cores_may_shrink_but_not_outgrow_their_start():
     torch.testing.assert_close(model[0].weight, 0.2 * before)
 
 
+@pytest.mark.slow
 def test_a_normalised_stage_resumes_with_the_same_losses(btt, texts, tmp_path, monkeypatch):
     """In the second stage, where the size that holds is that of the first one's end."""
     from surgery.training import finetune as verb

@@ -72,6 +72,7 @@ def run_forked(btt, texts, folder):
     return json.loads(said[said.index("{") :])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["replicated", "fsdp2"])
 def test_two_are_one(alone, btt, texts, tmp_path, how):
     if how == "fsdp2":  # as a person starts it

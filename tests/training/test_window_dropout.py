@@ -68,6 +68,7 @@ def test_the_key_is_written_only_where_it_is_used():
     assert config_type(**keys, window_dropout=0.5).model_dump()["window_dropout"] == 0.5
 
 
+@pytest.mark.slow
 def test_training_with_it_repeats(texts, tmp_path):
     from helpers.small_training import TINY_CHECKPOINT
 
