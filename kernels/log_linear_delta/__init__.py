@@ -176,6 +176,12 @@ def run_with_buckets(
     return out, torch.cat([passed_buckets, after.transpose(0, 1)], 1)[:, :levels]
 
 
+def expand_groups(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (q, k, gates) of all groups of v, of stride 0 where groups share them."""
+    groups = v.shape[1]
+    return q.expand(-1, groups, -1, -1, -1), k.expand(-1, groups, -1, -1), gates.expand(v.shape[:3])
+
+
 def _accepts(q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *_: Any, **__: Any) -> bool:
     return fits_kernels(q, k, v, beta)
 
@@ -196,8 +202,7 @@ def log_linear_delta_triton(
     levels: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`log_linear` with beta. Returns (out_BGJTV, the buckets behind the tokens, None if no buckets are given)."""
-    gates, groups = gates.expand(v.shape[:3]), v.shape[1]
-    q, k = q.expand(-1, groups, -1, -1, -1), k.expand(-1, groups, -1, -1)  # of stride 0, where groups share them
+    q, k, gates = expand_groups(q, k, v, gates)
     if buckets_BLGFV is not None:
         levels = levels_after(buckets_BLGFV, start_B, count_B) if levels is None else levels
         rows = RowTokens(q, k, v, beta, gates, level, start_B, count_B)
@@ -220,8 +225,7 @@ def log_linear_packed_delta(
     levels: int,
 ) -> tuple[Tensor, Tensor]:
     """`log_linear_packed` with beta."""
-    gates, groups = gates.expand(v.shape[:3]), v.shape[1]
-    q, k = q.expand(-1, groups, -1, -1, -1), k.expand(-1, groups, -1, -1)
+    q, k, gates = expand_groups(q, k, v, gates)
     rows = RowTokens(q, k, v, beta, gates, level, pieces.seen_R, pieces.count_R, pieces.cu_seqlens)
     return run_with_buckets(rows, buckets_SLGFV, min(chunk, DEFAULT_CHUNK), levels)
 
@@ -250,7 +254,6 @@ def log_linear_in_pool_delta(
     block_bits: int,
 ) -> Tensor:
     """`log_linear_in_pool` with beta."""
-    gates, groups = gates.expand(v.shape[:3]), v.shape[1]
-    q, k = q.expand(-1, groups, -1, -1, -1), k.expand(-1, groups, -1, -1)
+    q, k, gates = expand_groups(q, k, v, gates)
     tokens = unit_last_stride(q), unit_last_stride(k), unit_last_stride(v), beta, gates, level
     return run_in_pages(tokens, pool_PNGFV, page_R, pieces, min(chunk, DEFAULT_CHUNK), block_bits)

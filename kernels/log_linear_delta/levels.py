@@ -103,14 +103,26 @@ def first_chunk(start, top, C: tl.constexpr):
 
 
 @triton.jit
+def lowest_bit(n):
+    """Return the place of the lowest set bit of a number."""
+    return (tl.log2((n & -n).to(tl.float32)) + 0.5).to(tl.int32)
+
+
+@triton.jit
 def lambda_at(start, lev, top, C: tl.constexpr, LOG_C: tl.constexpr, LAMBDAS: tl.constexpr):
     """Return the index of the lambda of level `lev` above chunks.
 
     Level `top` stands for the bit that changes at the one border of 2^top chunks that a row may cross.
     """
     border = (((start // C) >> top) + 1) << top
-    bit = tl.where(lev == top, (tl.log2((border & -border).to(tl.float32)) + 0.5).to(tl.int32), lev)
+    bit = tl.where(lev == top, lowest_bit(border), lev)
     return tl.minimum(bit + LOG_C + 1, LAMBDAS - 1)
+
+
+@triton.jit
+def lambda_of_slot(e, start, top, C: tl.constexpr, LOG_C: tl.constexpr, LAMBDAS: tl.constexpr):
+    """Return the index of the lambda with which chunks read slot e (kernels/log_linear_delta/slots.py)."""
+    return lambda_at(start, lowest_bit(e), top, C, LOG_C, LAMBDAS)
 
 
 @triton.jit

@@ -47,7 +47,7 @@ from surgery.kernels.gated_delta.layout import (
     store_tile,
 )
 from surgery.kernels.log_linear_delta.chunk import query_key_products, read_tile
-from surgery.kernels.log_linear_delta.levels import first_chunk, lambda_at, load_passed_chunk, program_part
+from surgery.kernels.log_linear_delta.levels import first_chunk, lambda_of_slot, load_passed_chunk, program_part
 from surgery.kernels.log_linear_delta.slots import block_rows
 
 
@@ -57,13 +57,6 @@ class SegmentGradients(NamedTuple):
 
     s: Tensor
     phi: Tensor
-
-
-@triton.jit
-def lambda_index(e, start, top, C: tl.constexpr, LOG_C: tl.constexpr, LAMBDAS: tl.constexpr):
-    """Return the index of the lambda with which chunks read slot e."""
-    bit = (tl.log2((e & -e).to(tl.float32)) + 0.5).to(tl.int32)
-    return lambda_at(start, bit, top, C, LOG_C, LAMBDAS)
 
 
 @triton.jit
@@ -140,7 +133,7 @@ def read_backward(
         slot = at - (a - e + 1) * G
         dread_CK = slot_read_backward(
             do, do_CV, level, dlevel, slots.x + slot * (V + K) * K, read_CK, lane, t_C, here_C,
-            lambda_index(e, start, top, C, LOG_C, LAMBDAS), T, J, G, K, V, C, BK, BV, P, LAMBDAS,
+            lambda_of_slot(e, start, top, C, LOG_C, LAMBDAS), T, J, G, K, V, C, BK, BV, P, LAMBDAS,
         )  # fmt: skip
     tl.debug_barrier()  # R_i were stored by other threads
     for i in range(count - 1):
@@ -156,7 +149,7 @@ def read_backward(
         dread_CK = tl.dot(half_CK, f_KK, dread_CK * tl.load(slots.gamma + slot), input_precision=P)
         r_CK = load_matrix(reads + here, C, K, 0, C, BK)
         dread_CK += slot_read_backward(
-            do, do_CV, level, dlevel, x, r_CK, lane, t_C, here_C, lambda_index(e, start, top, C, LOG_C, LAMBDAS), T, J,
+            do, do_CV, level, dlevel, x, r_CK, lane, t_C, here_C, lambda_of_slot(e, start, top, C, LOG_C, LAMBDAS), T, J,
             G, K, V, C, BK, BV, P, LAMBDAS,
         )  # fmt: skip
     store_matrix(dread + (at * J + j) * C * K, C, K, 0, dread_CK, C, BK)
@@ -195,7 +188,7 @@ def slot_gradients(
             dx_RK = tl.dot(tl.trans(dr_CR), r_CK, dx_RK, input_precision=P)
         store_matrix(grads.phi + (at * K + first) * K, K - first, K, 0, dx_RK, BV, BK)
     else:
-        which = lambda_index(e, row.start, top, C, LOG_C, LAMBDAS)
+        which = lambda_of_slot(e, row.start, top, C, LOG_C, LAMBDAS)
         do_here = do.ptr + row.batch * do.b + g * do.g
         at_l = level.ptr + row.batch * level.b + g * level.g + which * level.l
         for i in range(count):

@@ -41,7 +41,7 @@ from surgery.kernels.gated_delta.layout import (
 from surgery.kernels.log_linear_delta.chunk import chunk_output, query_key_products, read_tile
 from surgery.kernels.log_linear_delta.levels import (
     first_chunk,
-    lambda_at,
+    lambda_of_slot,
     load_passed_chunk,
     program_part,
     segment_pair,
@@ -205,8 +205,7 @@ def load_slot_lambda(
     at_l, level, here_C, e, start, top, C: tl.constexpr, LOG_C: tl.constexpr, LAMBDAS: tl.constexpr
 ):  # fmt: skip
     """Return the lambdas (C,) with which a chunk's tokens read slot e."""
-    bit = (tl.log2((e & -e).to(tl.float32)) + 0.5).to(tl.int32)
-    return tl.load(at_l + lambda_at(start, bit, top, C, LOG_C, LAMBDAS) * level.l, mask=here_C, other=0.0)
+    return tl.load(at_l + lambda_of_slot(e, start, top, C, LOG_C, LAMBDAS) * level.l, mask=here_C, other=0.0)
 
 
 @triton.jit(do_not_specialize=["top", "N"])

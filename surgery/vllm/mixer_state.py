@@ -33,7 +33,7 @@ from surgery.core.errors import SurgeryError
 from surgery.mixers.base import MixerInputs, MixerState
 from surgery.mixers.common.packed_pieces import PackedPieces
 from surgery.mixers.linear import LinearMixer, step_in_pool
-from surgery.mixers.masks.log_linear import Hierarchical, bucket_plan
+from surgery.mixers.masks.log_linear import Hierarchical, bucket_plan, count_sums
 
 BUCKETS = "mask.buckets"  # the sums of log-linear attention, of which there are more the longer a sequence is
 
@@ -63,8 +63,7 @@ class StateLayout:
         """Return how many sums of log-linear attention are in use after `seen` tokens."""
         if not isinstance(self.mask, Hierarchical):
             return 0
-        bits = self.mask.block_bits
-        return max(0, max(0, seen - self.delay).bit_length() - bits) + (bits > 0)
+        return count_sums(max(0, seen - self.delay), self.mask.block_bits)
 
     def check_length(self, seen: int) -> None:
         """Raise SurgeryError if a row has too few sums of log-linear attention for a request of that many tokens."""
