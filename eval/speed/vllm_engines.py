@@ -284,7 +284,7 @@ def measure_engine(folder: str, sizes: str, dtype: str) -> dict[str, Any]:
                 "prompt": length,
                 "batch": batch,
                 "prefill_s": round(median(prefills), 6),
-                "decode_ms": round(decode * 1e3, 5),
+                "decode_ms": None if decode is None else round(decode * 1e3, 5),
             }
         )
     about = {
@@ -309,11 +309,12 @@ def _skip_weight_checks() -> None:
     layers.check_complete = lambda self, path, flats: None
 
 
-def run_requests(engine: Any, prompts: list[list[int]], tokens: int) -> tuple[float, float]:
+def run_requests(engine: Any, prompts: list[list[int]], tokens: int) -> tuple[float, float | None]:
     """Let vLLM write that many tokens behind every prompt. Return (seconds until every prompt has its first token, mean
-    seconds of a step from then on until a request ends; 0 without such a step).
+    seconds of a step from then on until a request ends; None without such a step).
 
     Prompts that are read in several steps have their first tokens at different times, so the earliest ones end first.
+    There is no such step with one token, or where the cache holds some requests only after others have ended.
     """
     from vllm import SamplingParams
 
@@ -331,7 +332,7 @@ def run_requests(engine: Any, prompts: list[list[int]], tokens: int) -> tuple[fl
         if len(begun) == len(prompts) and not (ends and has_ended):
             ends.append(time.perf_counter())
     steps = len(ends) - 1
-    return ends[0] - start, (ends[-1] - ends[0]) / steps if steps else 0.0
+    return ends[0] - start, (ends[-1] - ends[0]) / steps if steps else None
 
 
 def _power_limit() -> dict[str, str]:
@@ -360,11 +361,14 @@ def vllm_tables(result: dict[str, Any]) -> list[Any]:
             table.add_column(name, justify="right", no_wrap=True)
         for cell in cells:
             found = {name: _values(result, name, cell, key) for name in names}
-            first = median(found[names[0]])
+            first = median(found[names[0]]) if found[names[0]] else None
             shown = []
             for name in names:
                 values = [value * scale for value in found[name]]
-                ratio = "" if name == names[0] else f", {first * scale / median(values):.2f}x"
+                if not values:
+                    shown.append("do not fit at once")
+                    continue
+                ratio = "" if name == names[0] or first is None else f", {first * scale / median(values):.2f}x"
                 spread = f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else ""
                 shown.append(f"{median(values):.2f}{spread}{ratio}")
             table.add_row(f"{cell[0]:,} x {cell[1]}", *shown)
@@ -380,5 +384,6 @@ def vllm_tables(result: dict[str, Any]) -> list[Any]:
 
 
 def _values(result: dict[str, Any], name: str, cell: tuple[int, int], key: str) -> list[float]:
-    """Return a model's measurements of a cell in all rounds."""
-    return [r[key] for r in result["rows"] if r["model"] == name and (r["prompt"], r["batch"]) == cell]
+    """Return a model's measurements of a cell in all rounds, without those that could not be made."""
+    rows = [r for r in result["rows"] if r["model"] == name and (r["prompt"], r["batch"]) == cell]
+    return [r[key] for r in rows if r[key] is not None]

@@ -71,7 +71,7 @@ def output_of(name, count, finished):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "expected"), [(9, (3 + 0.5 * 6, 2.5)), (1, (3 + 0.5 * 3, 0.0)), (2, (3 + 0.5 * 5, 0.0))]
+    ("tokens", "expected"), [(9, (3 + 0.5 * 6, 2.5)), (1, (3 + 0.5 * 3, None)), (2, (3 + 0.5 * 5, None))]
 )
 def test_decoding_is_timed_while_every_request_writes(tokens, expected, monkeypatch):
     """Three prompts, one read a step: first tokens after three steps; then steps of 1 + 3 / 2 seconds."""
@@ -79,6 +79,21 @@ def test_decoding_is_timed_while_every_request_writes(tokens, expected, monkeypa
     monkeypatch.setattr(vllm_engines.time, "perf_counter", lambda: clock.now)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **given: SimpleNamespace(**given)))
     assert vllm_engines.run_requests(Engine(clock), [[5, 6], [7], [8]], tokens) == expected
+
+
+def test_requests_that_do_not_fit_at_once_have_no_decoding_time(stand_in, monkeypatch):
+    """The table says so in place of a time and of ratios to it."""
+    measured = vllm_engines._run_process
+    without = lambda rows: [{**row, "decode_ms": None} if row["batch"] == 4 else row for row in rows]  # noqa: E731
+
+    def measure(folder, sizes, dtype):
+        rows, about = measured(folder, sizes, dtype)
+        return (without(rows) if folder.name == "original" else rows), about
+
+    monkeypatch.setattr(vllm_engines, "_run_process", measure)
+    shown = repr(surgery.bench("vllm", sizes="small", only="log-linear"))
+    assert "do not fit at once" in shown and "1.00 (1.00 to 1.00), 2.00x" in shown
+    assert "4.00 (4.00 to 4.00)" in shown and "4.00 (4.00 to 4.00)," not in shown
 
 
 def test_random_models_take_turns_and_are_servable(stand_in, tmp_path, monkeypatch):
