@@ -29,8 +29,8 @@ from surgery.mixers.masks.log_linear import HierarchicalMask
 from surgery.mixers.masks.ones import OnesMask
 from surgery.mixers.projections import Float32Linear, is_hooked
 
-ROWS_PER_PROGRAM = 8  # rows of W
-ROW_ELEMENTS = 512  # elements of W loaded at once, per row of W and divided by the rows of the batch
+ROWS_PER_PROGRAM = 4  # rows of W
+TILE = 8192  # products that a program holds: rows of W x rows of the batch x columns of W. One tile hides the most latency
 GATES: dict[type[Mask], int] = {OnesMask: 0, DecayMask: 1, GatesMask: 2}  # GATE of `signals`
 
 
@@ -74,10 +74,11 @@ def signals(
     The arguments are flat because torch.compile traces this launch.
     """
     program = tl.program_id(1)
+    groups: tl.constexpr = (G + N - 1) // N
+    before: tl.constexpr = groups * (2 if DELTA else 1)  # programs of gates and betas
     b_B = (tl.program_id(0) * B + tl.arange(0, B)).to(tl.int64)
     ok_B = b_B < batch
     n_N = program * N + tl.arange(0, N)
-    groups: tl.constexpr = (G + N - 1) // N
     if program < groups:
         ok_N = n_N < G
         to_NB, put_NB = b_B[None, :] * G + n_N[:, None], ok_N[:, None] & ok_B[None, :]
@@ -87,14 +88,18 @@ def signals(
         if GATE == 2:
             gate_NB *= softplus(affine_rows(x, rate, rate_bias, n_N, ok_N, b_B, ok_B, x_b, D, BD, N, B))
         tl.store(gates_BG + to_NB, gate_NB, mask=put_NB)
+    elif program < before:
         if DELTA:
+            n_N -= groups * N
+            ok_N = n_N < G
+            to_NB, put_NB = b_B[None, :] * G + n_N[:, None], ok_N[:, None] & ok_B[None, :]
             beta_NB = tl.sigmoid(affine_rows(x, beta, beta_bias, n_N, ok_N, b_B, ok_B, x_b, D, BD, N, B))
             if DELTA == 2:
                 beta_NB *= 2
             tl.store(betas_BG + to_NB, beta_NB, mask=put_NB)
     elif LEVELS:
         blocks = (used + N - 1) // N
-        head, first = (program - groups) // blocks, (program - groups) % blocks * N
+        head, first = (program - before) // blocks, (program - before) % blocks * N
         l_N = first + tl.arange(0, N)
         ok_N = l_N < used
         level_NB = softplus(affine_rows(x, level, level_bias, head * L + l_N, ok_N, b_B, ok_B, x_b, D, BD, N, B))
@@ -139,11 +144,13 @@ def project_signals(mixer: LinearMixer, x_BD: Tensor, used: int) -> tuple[Tensor
     delta = 0 if mixer.beta_proj is None else mixer.config.largest_step
     pairs = [(x_BD, x_BD) if linear is None else (linear.weight, linear.bias) for linear in linears]
     rows = min(8, triton.next_power_of_2(batch))
-    programs = triton.cdiv(groups, ROWS_PER_PROGRAM) + (heads * triton.cdiv(used, ROWS_PER_PROGRAM) if tree else 0)
+    programs = triton.cdiv(groups, ROWS_PER_PROGRAM) * (2 if delta else 1)
+    programs += heads * triton.cdiv(used, ROWS_PER_PROGRAM) if tree else 0
+    columns = max(16, min(TILE // (ROWS_PER_PROGRAM * rows), triton.next_power_of_2(dim)))
     signals[(triton.cdiv(batch, rows), programs)](
         x_BD, *pairs[0], scale, *pairs[1], *pairs[2], gates, betas, levels, batch, used, x_BD.stride(0), D=dim, G=groups,
         H=heads, L=lambdas, GATE=GATES[type(inner)], DELTA=delta, LEVELS=tree is not None, N=ROWS_PER_PROGRAM,
-        B=rows, BD=max(16, min(ROW_ELEMENTS // rows, triton.next_power_of_2(dim))), num_warps=4,
+        B=rows, BD=columns, num_warps=4,
     )  # fmt: skip
     level_BGJL = levels.view(batch, groups, -1, lambdas) if tree else None
     return gates.view(batch, groups), betas.view(batch, groups), level_BGJL

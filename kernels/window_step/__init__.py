@@ -3,9 +3,9 @@ else.
 
 The first launch computes gates, step sizes and lambdas (kernels/ssd/fused_token.py). The second updates and reads the
 states, does the softmax over window and sinks, adds both, and writes the token into its slots of the rings
-(kernels/window_step/step.py). Mixers that rotate q and k themselves need a third launch
-(kernels/window_step/rotate.py). Feature maps, the short convolution, the norm and the output gate run in torch before
-and behind.
+(kernels/window_step/step.py), and multiplies by the output gate. Mixers that rotate q and k themselves or have Hedgehog
+features need a third launch (kernels/window_step/prepare.py). Other feature maps, the short convolution, the product of
+the output gate and the norm run in torch before and behind.
 
 The reference takes 151 operations of torch for such a step of SSD and 212 of log-linear GDN (window 64, four sinks),
 counted without views.
@@ -43,17 +43,18 @@ from surgery.kernels.ssd.fused_token import (
 from surgery.kernels.ssd.layout import power_of_two
 from surgery.kernels.ssd.recurrent import MAX_FEATURES, MAX_HEADS
 from surgery.kernels.tuning import CallReader, TuningQuery, is_capturing, is_fastest, named_sizes, step_pass
-from surgery.kernels.window_step.rotate import rotate_token
+from surgery.kernels.window_step.prepare import Features, KeyRings, fits, prepare_heads
 from surgery.kernels.window_step.step import window_step
 from surgery.mixers.base import MixerInputs, MixerState
 from surgery.mixers.common.window_hybrid import Tensors
+from surgery.mixers.features.hedgehog import HedgehogMap
 from surgery.mixers.features.simple import IdentityMap
 from surgery.mixers.linear import MIN_DENOMINATOR, LinearMixer, one_token, step_in_pool
 from surgery.mixers.linear_config import TWO_FORMS
 from surgery.mixers.masks.gates import GatesMask
 from surgery.mixers.masks.log_linear import HierarchicalMask
 from surgery.mixers.padding import gather_rowwise
-from surgery.mixers.projections import autocast_disabled
+from surgery.mixers.projections import autocast_disabled, is_hooked
 
 VALUES_PER_PROGRAM = 32
 RECENT_PER_TILE = 64
@@ -89,18 +90,28 @@ def prepare_tokens(
     near_q, near_k, x_B1D = far_q, far_k, inputs.x_BTD
     others: dict[str, Tensor] = {}
     two, both = mixer.rope in TWO_FORMS, mixer.rope == "both"
-    if mixer.convolution is None and two and inputs.rope is not None:
-        far_q, far_k, near_q, near_k = rotate_token(far_q, far_k, inputs.rope, both)
-    elif mixer.convolution is not None or two:
+    rope = inputs.rope if two and mixer.convolution is None else None  # which this step has to apply
+    if rope is None and (mixer.convolution is not None or two):
         tokens, others = mixer.project_tokens(inputs, state)
         forms = tokens.q_BTHK, tokens.k_BTGK, tokens.v_BTGV, tokens.window_q_BTHK, tokens.window_k_BTGK
         far_q, far_k, v, near_q, near_k = (t[:, 0] for t in forms)
         x_B1D = tokens.x_BTD
     root, linear_k = mixer.shape.scaling**0.5, far_k[..., : mixer.shape.key] if two else None
     ring = state.tensors["ring.linear_k" if two else "ring.k"] if mixer.config.window else None
-    if type(mixer.feature_map) is IdentityMap and not (both and ring is not None):
+    is_identity, features = type(mixer.feature_map) is IdentityMap, None
+    if (not is_identity or (both and (ring is not None or rope is not None))) and knows_features(mixer):
+        features = _features(mixer, state, root, ring, page_B)
+    if rope is not None or features is not None:
+        q_BHF, k_BGF, turned_q, turned_k = prepare_heads(far_q, far_k, rope, features)
+        if rope is not None:
+            near_q, near_k = turned_q, turned_k
+        if q_BHF is not None and k_BGF is not None:
+            return StepTokens(q_BHF, k_BGF, False, 1.0, near_q, near_k, v, linear_k, x_B1D, others)
+    if is_identity:
         key, in_ring = (far_k, False) if ring is None else (ring, True)
         return StepTokens(far_q, key, in_ring, root, near_q, near_k, v, linear_k, x_B1D, others)
+    if rope is not None and both:
+        far_q, far_k = torch.cat([far_q, near_q], dim=-1), torch.cat([far_k, near_k], dim=-1)
     position_B1 = state.seen_B.unsqueeze(1)
     key_BGK = far_k
     if ring is not None:
@@ -113,6 +124,27 @@ def prepare_tokens(
     k_BGF = mixer.feature_map("keys", key_BGK.unsqueeze(2).float() * root, position_B1 - mixer.config.window)[:, :, 0]
     q_BHF, k_BGF = unit_last_stride(q_BHF), unit_last_stride(k_BGF)
     return StepTokens(q_BHF, k_BGF, False, 1.0, near_q, near_k, v, linear_k, x_B1D, others)
+
+
+def knows_features(mixer: LinearMixer) -> bool:
+    """Return whether a kernel computes the mixer's feature map: none, or Hedgehog's without hooks."""
+    feature_map, both = mixer.feature_map, mixer.rope == "both"
+    if type(feature_map) is IdentityMap:
+        return True
+    columns = mixer.shape.key * (2 if both else 1)
+    return type(feature_map) is HedgehogMap and not is_hooked(feature_map) and fits(columns, both)
+
+
+def _features(
+    mixer: LinearMixer, state: MixerState, root: float, ring: Tensor | None, page_B: Tensor | None
+) -> Features:
+    feature_map, rings = mixer.feature_map, None
+    if ring is not None:
+        rings = KeyRings(ring, state.tensors["ring.k"], state.seen_B, page_B, mixer.config.window)
+    weights = (None, None)
+    if isinstance(feature_map, HedgehogMap):
+        weights = feature_map.query_HKK, feature_map.key_GKK
+    return Features(*weights, root, mixer.linear_shape.groups, mixer.rope == "both", rings)
 
 
 def take_slots(ring: Tensor, slot_B: Tensor, page_B: Tensor | None) -> Tensor:
@@ -149,11 +181,13 @@ def _launch(
     return CachedLaunch(window_step, grid, sizes, dict(zip(names, options)))
 
 
-def step_warps(features: int, merges: bool = False) -> int:
-    """Return the warps of a program, with as few as do not spill registers. merges: it also sums up alive buckets."""
+def step_tile(features: int, values: int, lanes: int, merges: bool) -> tuple[int, int]:
+    """Return (values of a program, its warps, as few as do not spill registers). lanes: rows times groups of states.
+    merges: a program also sums up alive buckets."""
+    block = min(power_of_two(values), VALUES_PER_PROGRAM if features <= 256 else 16)
     if merges:
-        return 16 if features > 256 else 8
-    return 16 if features > 512 else 8 if features > 128 else 4
+        return block, 16 if features > 256 else 8
+    return block, 16 if features > 512 else 8 if features > 128 else 4
 
 
 def launch_step(
@@ -192,6 +226,7 @@ def _launch_on(
     shape, config, groups = mixer.shape, mixer.config, mixer.linear_shape.groups
     (buckets, new_buckets), (seen_B, seen_after_B, count_B), window = states, seen, mixer.config.window
     gate_BG, beta_BG, level = project_signals(mixer, tokens.x[:, 0], count_lambdas(mixer, buckets))
+    output_gate = None if mixer.gate is None or mixer.norm is not None else mixer.gate.logits(tokens.x).contiguous()
     batch, levels = len(tokens.q), 0 if level is None else level.shape[-1]
     out_BHV = torch.empty(batch, shape.heads, shape.value, dtype=dtype, device=tokens.q.device)
     count = seen_B if count_B is None else count_B
@@ -203,6 +238,7 @@ def _launch_on(
         tokens.q, far_k, gate_BG if level is None else level, buckets, new_buckets, tokens.near_q, tokens.k, tokens.v,
         new_far_k, gate_BG, beta_BG, *rings, held.get("sink.k", absent), held.get("sink.v", absent), out_BHV, seen_B,
         seen_after_B, count, far_weight, near_weight, seen_B if page_B is None else page_B,
+        absent if output_gate is None else output_gate,
     )  # fmt: skip
     features, per_group = tokens.q.shape[-1], shape.heads // groups
     far_strides = far_k.stride()[:3] if tokens.in_ring else (far_k.stride(0), 0, far_k.stride(1))
@@ -211,7 +247,8 @@ def _launch_on(
         *tokens.near_q.stride()[:2], *tokens.k.stride()[:2], *tokens.v.stride()[:2], *new_far_k.stride()[:2],
         count.stride(0),
     )  # fmt: skip
-    block = min(power_of_two(shape.value), VALUES_PER_PROGRAM if features <= 256 else 16)
+    merges = page_B is not None and level is not None
+    block, warps = step_tile(max(features, shape.key), shape.value, batch * groups, merges)
     tiles = triton.cdiv(shape.value, block)
     together = tiles if page_B is not None and config.normalise else 1
     options = {
@@ -237,6 +274,7 @@ def _launch_on(
         "IN_RING": tokens.in_ring,
         "COUNT": count_B is not None,
         "FAR_WEIGHT": mixer.linear_weight_H is not None,
+        "GATES": 0 if output_gate is None else output_gate.shape[-1],
         "PAGED": page_B is not None,
         "TILES": together,
         "CAP": shape.softcap or 0.0,
@@ -248,7 +286,7 @@ def _launch_on(
         "BV": block,
         "M": power_of_two(per_group),
         "PRECISION": "tf32x3" if tokens.k.dtype == torch.float32 else None,
-        "num_warps": step_warps(max(features, shape.key), merges=page_B is not None and level is not None),
+        "num_warps": warps,
     }
     grid = batch * groups, tiles // together
     _launch(grid, sizes, tuple(options), tuple(options.values()))(*tensors)
@@ -258,19 +296,14 @@ def _launch_on(
 def finish_outputs(
     mixer: LinearMixer, out_BHV: Tensor, x_B1D: Tensor, dtype: torch.dtype, valid_BT: Tensor | None = None
 ) -> Tensor:
-    """Return out_BHTV in that dtype (T = 1), after norm and output gate."""
-    if not _has_finish(mixer):
+    """Return out_BHTV in that dtype (T = 1), after the norm and the gate behind it."""
+    if mixer.norm is None:
         return out_BHV.unsqueeze(2)
-    out_B1HV = out_BHV.unsqueeze(1)
-    out_B1HV = out_B1HV if mixer.norm is None else mixer.norm(out_B1HV)
+    out_B1HV = mixer.norm(out_BHV.unsqueeze(1))
     out_B1HV = out_B1HV if mixer.gate is None else mixer.gate(out_B1HV, x_B1D)
     if valid_BT is not None:
         out_B1HV = out_B1HV.masked_fill((valid_BT == 0)[:, :, None, None], 0)
     return out_B1HV.transpose(1, 2).to(dtype)
-
-
-def _has_finish(mixer: LinearMixer) -> bool:
-    return mixer.norm is not None or mixer.gate is not None
 
 
 # -- registration ------------------------------------------------------------------------------------
@@ -366,7 +399,7 @@ def one_token_with_window(
     dtype = inputs.v_BGTV.dtype
     with autocast_disabled(q_BHTK.device):
         tokens = prepare_tokens(mixer, inputs, state)
-        out_BHV, after = launch_step(mixer, tokens, inputs, state, torch.float32 if _has_finish(mixer) else dtype)
+        out_BHV, after = launch_step(mixer, tokens, inputs, state, torch.float32 if mixer.norm is not None else dtype)
         return finish_outputs(mixer, out_BHV, tokens.x, dtype, inputs.valid_BT), after
 
 
@@ -391,12 +424,13 @@ def accepts_pages(
 def step_in_pages(
     q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, seen_B: Tensor, pool: Tensors, page_B: Tensor
 ) -> Tensor:
-    """`step_in_pool` in place: two launches, RoPE if the mixer rotates, and torch for feature maps, norm and gate."""
+    """`step_in_pool` in place: two launches, a third one for RoPE and features, and torch for other feature maps, the
+    norm and the product of the output gate."""
     dtype = inputs.v_BGTV.dtype
     with autocast_disabled(q_BHTK.device):
         tokens = prepare_tokens(mixer, inputs, MixerState(seen_B, pool), page_B)
         states = pool[states_name(mixer)]
-        working = torch.float32 if _has_finish(mixer) else dtype
+        working = torch.float32 if mixer.norm is not None else dtype
         out_BHV = _launch_on(
             mixer, tokens, pool, (states, states), (seen_B, seen_B, None), page_B=page_B, dtype=working
         )

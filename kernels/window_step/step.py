@@ -173,13 +173,13 @@ def advance_alive(
 @triton.jit(do_not_specialize=["before", "after"])
 def window_step(
     q, far_k, level, buckets, left, near_q, k, v, new_far_k, gate, beta, ring_k, ring_v, ring_far, ring_gate, ring_beta,
-    sink_k, sink_v, out, seen, seen_after, count, far_weight, near_weight, pages,
+    sink_k, sink_v, out, seen, seen_after, count, far_weight, near_weight, pages, output_gate,
     before, after, page, sqb, sqh, sfb, sfs, sfg, snb, snh, skb, skg, svb, svg, sxb, sxg, scb,
     ROOT: tl.constexpr, SCALE: tl.constexpr, FLOOR: tl.constexpr, G: tl.constexpr, COPIES: tl.constexpr,
     FAR_COPIES: tl.constexpr, J: tl.constexpr, F: tl.constexpr, V: tl.constexpr, K: tl.constexpr, FAR: tl.constexpr,
     W: tl.constexpr, S: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, DELTA: tl.constexpr, UNIT: tl.constexpr,
     MORE: tl.constexpr, RING_GATE: tl.constexpr, IN_RING: tl.constexpr, COUNT: tl.constexpr, FAR_WEIGHT: tl.constexpr,
-    PAGED: tl.constexpr, TILES: tl.constexpr, CAP: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, BF: tl.constexpr,
+    GATES: tl.constexpr, PAGED: tl.constexpr, TILES: tl.constexpr, CAP: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, BF: tl.constexpr,
     BK: tl.constexpr, BX: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store out (B, G, J, V), left (B, after, G, F, V (+ 1)), the states behind the token, the token in its slots of
@@ -196,7 +196,8 @@ def window_step(
 
     PAGED: row b of rings, sinks and buckets lies pages[b] x page numbers behind their pointers; left is buckets, and
     seen_after is not stored. Rows with seen < 0 or pages < 0 have no token, and get zeros. IN_RING: far_k is a ring. W =
-    0: without softmax; the token itself enters the states. FAR_WEIGHT: the output of the states has a weight. TILES: of
+    0: without softmax; the token itself enters the states. FAR_WEIGHT: the output of the states has a weight. output_gate
+    (B, G, J, GATES): logits of the output gate, GATES = 1 of a head and V of each value, 0 without a gate. TILES: of
     values that a program computes in turn, all of them where it updates a column of ones in place.
     """
     KV: tl.constexpr = G // COPIES
@@ -287,9 +288,15 @@ def window_step(
             total_M += near_w_M * sum_M
         if MORE:
             sum_MV /= tl.maximum(total_M, FLOOR)[:, None]
-        to_MV = out + (b * G * J + at_head)[:, None] * V + vv_V[None, :]
+        at_MV = (b * G * J + at_head)[:, None] * V + vv_V[None, :]
+        inside_MV = (j_M < J)[:, None] & (vv_V < V)[None, :]
+        if GATES == 1:
+            logit_M = tl.load(output_gate + b * G * J + at_head, mask=j_M < J, other=0.0).to(tl.float32)
+            sum_MV *= 2 * tl.sigmoid(logit_M)[:, None]
+        elif GATES > 1:
+            sum_MV *= 2 * tl.sigmoid(tl.load(output_gate + at_MV, mask=inside_MV, other=0.0).to(tl.float32))
         sum_MV = tl.where(there, sum_MV, 0.0)
-        tl.store(to_MV, sum_MV.to(out.dtype.element_ty), mask=(j_M < J)[:, None] & (vv_V < V)[None, :])
+        tl.store(out + at_MV, sum_MV.to(out.dtype.element_ty), mask=inside_MV)
 
         # The token's slots. Groups that share a key/value head leave its slot to the first of them, tiles leave the keys
         # to the first.

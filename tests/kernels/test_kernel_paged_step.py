@@ -141,14 +141,14 @@ class WithoutWaiting(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("options", [CONFIGS[0], CONFIGS[4], CONFIGS[11], CONFIGS[13]], ids=str)
+@pytest.mark.parametrize("options", [CONFIGS[0], CONFIGS[4], CONFIGS[11], CONFIGS[13], CONFIGS[14]], ids=str)
 @torch.no_grad()
 def test_a_step_waits_for_nothing_and_is_the_same_for_all_lengths(options, monkeypatch):
     """What a CUDA graph needs: no operation that reads numbers of the GPU, one plan of launches, one set of tensors."""
     load_kernels()
     from surgery.kernels import window_step
     from surgery.kernels.ssd import fused_token
-    from surgery.kernels.window_step import rotate
+    from surgery.kernels.window_step import prepare
 
     plans: list[list] = []
 
@@ -157,9 +157,9 @@ def test_a_step_waits_for_nothing_and_is_the_same_for_all_lengths(options, monke
             integers = lambda args: [x for x in args if isinstance(x, int)]  # noqa: E731
             return lambda *args, **options: plans[-1].append((self.name, grid, integers(args), options))
 
-    for module, name in ((fused_token, "signals"), (rotate, "rotate_heads")):
-        monkeypatch.setattr(module, name, AnyGrid(name=name))
-    monkeypatch.setattr(window_step, "_launch", lambda *plan: lambda *_: plans[-1].append(("step", *plan)))
+    monkeypatch.setattr(fused_token, "signals", AnyGrid(name="signals"))
+    for module in (window_step, prepare):
+        monkeypatch.setattr(module, "_launch", lambda *plan: lambda *_: plans[-1].append(("step", *plan)))
     mixer = mixer_of(LinearAttention(**options)).float()
     layout = StateLayout(mixer, LONGEST)
     cache, page_B = torch.zeros(9, layout.size + 5, device=DEVICE), torch.arange(3, 9, dtype=torch.int32, device=DEVICE)

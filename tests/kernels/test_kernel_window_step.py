@@ -179,16 +179,23 @@ def test_bfloat16_of_real_heads(monkeypatch):
 
 @pytest.mark.parametrize(
     "options, launches",
-    [({"mask": "hierarchical", "scores": "delta"}, 2), ({}, 2), ({"rope": "window"}, 3)],
+    [
+        ({"mask": "hierarchical", "scores": "delta"}, 2),
+        ({}, 2),
+        ({"rope": "window"}, 3),
+        ({"rope": "both"}, 3),
+        ({"features": "hedgehog", "mask": "ones", "normalise": True}, 3),
+        ({"features": "hedgehog", "rope": "both", "mask": "hierarchical", "scores": "delta"}, 3),
+    ],
     ids=str,
 )
 @torch.no_grad()
 def test_a_step_is_two_launches(options, launches, monkeypatch):
-    """And no operation of torch, but for new memory and views: with RoPE of its own, a third launch."""
+    """And no operation of torch, but for new memory and views: with RoPE of its own or features, a third launch."""
     load_kernels()
     from surgery.kernels import window_step
     from surgery.kernels.ssd import fused_token
-    from surgery.kernels.window_step import rotate
+    from surgery.kernels.window_step import prepare
 
     counted: list[str] = []
 
@@ -196,9 +203,9 @@ def test_a_step_is_two_launches(options, launches, monkeypatch):
         def __getitem__(self, grid):
             return lambda *_, **__: counted.append("launch")
 
-    for module, name in ((fused_token, "signals"), (rotate, "rotate_heads")):
-        monkeypatch.setattr(module, name, AnyGrid())
-    monkeypatch.setattr(window_step, "_launch", lambda *_: lambda *_: counted.append("launch"))
+    monkeypatch.setattr(fused_token, "signals", AnyGrid())
+    for module in (window_step, prepare):
+        monkeypatch.setattr(module, "_launch", lambda *_: lambda *_: counted.append("launch"))
 
     class Operations(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
