@@ -30,7 +30,7 @@ from surgery.mixers.masks.ones import OnesMask
 from surgery.mixers.projections import Float32Linear, is_hooked
 
 ROWS_PER_PROGRAM = 4  # rows of W
-TILE = 8192  # products that a program holds: rows of W x rows of the batch x columns of W. One tile hides the most latency
+TILE = 8192  # products that a program holds: rows of W x rows of the batch x columns of W. Few tiles hide latency
 GATES: dict[type[Mask], int] = {OnesMask: 0, DecayMask: 1, GatesMask: 2}  # GATE of `signals`
 
 

@@ -99,7 +99,7 @@ def prepare_tokens(
     root, linear_k = mixer.shape.scaling**0.5, far_k[..., : mixer.shape.key] if two else None
     ring = state.tensors["ring.linear_k" if two else "ring.k"] if mixer.config.window else None
     is_identity, features = type(mixer.feature_map) is IdentityMap, None
-    if (not is_identity or (both and (ring is not None or rope is not None))) and knows_features(mixer):
+    if (not is_identity or both) and knows_features(mixer):
         features = _features(mixer, state, root, ring, page_B)
     if rope is not None or features is not None:
         q_BHF, k_BGF, turned_q, turned_k = prepare_heads(far_q, far_k, rope, features)
@@ -141,10 +141,10 @@ def _features(
     feature_map, rings = mixer.feature_map, None
     if ring is not None:
         rings = KeyRings(ring, state.tensors["ring.k"], state.seen_B, page_B, mixer.config.window)
-    weights = (None, None)
+    query_w, key_w = None, None
     if isinstance(feature_map, HedgehogMap):
-        weights = feature_map.query_HKK, feature_map.key_GKK
-    return Features(*weights, root, mixer.linear_shape.groups, mixer.rope == "both", rings)
+        query_w, key_w = feature_map.query_HKK, feature_map.key_GKK
+    return Features(query_w, key_w, root, mixer.linear_shape.groups, mixer.rope == "both", rings)
 
 
 def take_slots(ring: Tensor, slot_B: Tensor, page_B: Tensor | None) -> Tensor:

@@ -78,8 +78,8 @@ def prepare_step(
     (FEATURES), in float32. Grid: (blocks of ROWS rows, H + G).
 
     q (B, H, ..), k (B, KV, ..) with KV = G / COPIES, cos and sin (B, R); s and two letters is a stride along rows (b),
-    heads (h) or groups (g). BOTH: u has two halves. Without TURN both are given, one behind the other. query_w (H, U, U),
-    key_w (G, U, U): W, with MAP. W > 0: keys enter the states from slot seen + 1 mod W + 1 of ring_far, and with BOTH of
+    heads (h) or groups (g). BOTH: u has two halves, in q one behind the other without TURN; it needs rings. query_w (H, U,
+    U), key_w (G, U, U): W, with MAP. W > 0: keys enter the states from slot seen + 1 mod W + 1 of ring_far, and with BOTH of
     ring_near, (W + 1, KV, K) each: of row b, or PAGED pages[b] x page numbers behind the pointer. Rows with seen < 0 or
     pages < 0 have no token, and features that nobody reads.
     """
@@ -127,13 +127,10 @@ def prepare_step(
             kv = (g // COPIES).to(tl.int64)
             at = k + b * skb + kv * skg
             x_K = tl.load(at + kk_K, mask=inside_bK, other=0.0)
-            second_K = x_K
             if TURN:
-                second_K = rotate_head(x_K, at, cos + b * scb, sin + b * ssb, kk_K, inside_bK, K, R)
+                turned_K = rotate_head(x_K, at, cos + b * scb, sin + b * ssb, kk_K, inside_bK, K, R)
                 to_near = near + (b * (H + KV) + H + kv) * K + kk_K
-                tl.store(to_near, second_K, mask=inside_bK & (g % COPIES == 0))
-            elif BOTH and W == 0:
-                second_K = tl.load(at + K + kk_K, mask=inside_bK, other=0.0)
+                tl.store(to_near, turned_K, mask=inside_bK & (g % COPIES == 0))
             if FEATURES:
                 out = key_out + (b * G + g) * F
                 if W > 0:
@@ -149,7 +146,7 @@ def prepare_step(
                         also_K = tl.load(ring_near + slot + kk_K, mask=inside_K & there, other=0.0)
                     store_features(out, far_K, also_K, first_FK, second_FK, root, ok, K, BOTH, MAP, BK, BF)
                 else:
-                    store_features(out, x_K, second_K, first_FK, second_FK, root, ok, K, BOTH, MAP, BK, BF)
+                    store_features(out, x_K, x_K, first_FK, second_FK, root, ok, K, BOTH, MAP, BK, BF)
 
 
 @dataclass(frozen=True)
@@ -188,8 +185,8 @@ def prepare_heads(
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
     """Return (features of the queries (B, H, F), of the keys (B, G, F), q and k of the softmax (B, H, K), (B, KV, K)).
 
-    rope: cos and sin of the token, (1 or B, 1, R), None if q and k are given after RoPE, [x, rotated] each if u has two
-    halves and no ring. features: None to rotate alone.
+    rope: cos and sin of the token, (1 or B, 1, R), None if q and k are given after RoPE, as [x, rotated] if u has two
+    halves. features: None to rotate alone.
     """
     (batch, heads, given), groups = q_BHK.shape, k_BGK.shape[1]
     both, rings = (features.both, features.rings) if features else (False, None)

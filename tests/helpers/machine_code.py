@@ -202,20 +202,30 @@ def compile_window() -> None:
     from surgery.mixers.linear_config import LinearAttention
     from surgery.vllm.mixer_state import StateLayout
 
-    shape = AttentionShape(256, 8, 2, 64, 64, 0.125)
+    shape = AttentionShape(256, 8, 2, 64, 64, 0.125, rotary=64)
     configs = (
         LinearAttention(mask="hierarchical", scores="delta", window=64, sinks=4),
         LinearAttention(mask="ones", features="hedgehog", normalise=True, window=64, sinks=4),
+        LinearAttention(
+            mask={"name": "hierarchical", "block": 512},
+            scores="delta",
+            features="hedgehog",
+            rope="both",
+            window=64,
+            sinks=4,
+            output_gate="value",
+        ),
     )
     for config in configs:
         mixer = MIXERS[config](config, shape).bfloat16()
         state = mixer.empty_state(1, "cpu")
         for name, t in state.tensors.items():
-            waits = name.startswith(("ring.", "sink.")) and name.rpartition(".")[2] in ("k", "v")
+            waits = name.startswith(("ring.", "sink.")) and name.rpartition(".")[2] in ("k", "v", "linear_k")
             state.tensors[name] = t.bfloat16() if waits else t
         sizes = (8, 1, 64), (2, 1, 64), (2, 1, 64), (1, 256)
         with torch.no_grad():
-            inputs = MixerInputs(*(torch.randn(1, *size, dtype=torch.bfloat16) for size in sizes))
+            angle = torch.randn(1, 1, 64, dtype=torch.bfloat16)
+            inputs = MixerInputs(*(torch.randn(1, *size, dtype=torch.bfloat16) for size in sizes), rope=(angle, angle))
             mixer.mix(inputs, state)
             layout, zero_B = StateLayout(mixer, 4096), torch.zeros(1, dtype=torch.int32)
             pool = layout.views(torch.zeros(1, layout.size))

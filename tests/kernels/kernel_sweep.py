@@ -724,7 +724,7 @@ def step_rows(mixer: Any, B: int, shape: Any, dtype: torch.dtype) -> Leaves:
     rows = inputs_of(B, 1, shape, dtype)
     rows["seen"] = (7 * torch.arange(B, device=DEVICE) + 5) % (window + sinks + 16)
     for name, t in mixer.empty_state(1, DEVICE).tensors.items():
-        waits = name in ("ring.k", "ring.v", "sink.k", "sink.v")
+        waits = name in ("ring.k", "ring.v", "ring.linear_k", "sink.k", "sink.v")
         rows[name] = normal(B, *t.shape[1:], dtype=dtype if waits else F32)
     for name in {"ring.gate", "ring.beta"} & set(rows):
         rows[name] = rows[name].sigmoid() - float(name == "ring.gate")
@@ -738,7 +738,15 @@ def step_rows(mixer: Any, B: int, shape: Any, dtype: torch.dtype) -> Leaves:
         rows["mask.sum"] *= ((rows["seen"] > window + sinks).float())[:, None, None, None, None]
     if mixer.config.normalise:
         rows["mask.sum"].abs_()
+    if mixer.rope == "both":
+        angle = normal(B, 1, shape.rotary // 2).repeat(1, 1, 2)
+        rows |= {"cos": angle.cos().to(dtype), "sin": angle.sin().to(dtype)}
     return rows
+
+
+def rope_of(x: Leaves) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the angles of `step_rows`, None without."""
+    return (x["cos"], x["sin"]) if "cos" in x else None
 
 
 LOLCATS = {"mask": "ones", "features": "hedgehog", "normalise": True}
@@ -746,6 +754,7 @@ STEP_OPTIONS = [
     *({"mask": mask, "scores": scores} for mask in ("gates", "hierarchical") for scores in ("kernel", "delta")),
     {"mask": "hierarchical", "scores": "delta", "states": "per_head"},
     LOLCATS,
+    {"mask": "hierarchical", "scores": "delta", "features": "hedgehog", "rope": "both", "output_gate": "value"},
 ]
 
 
@@ -756,15 +765,16 @@ def _(grid: str) -> Iterator[Case]:
     from surgery.mixers.linear_config import LinearAttention
 
     for B, heads, groups, K, V, window, sinks, dtype in sizes_of(WINDOW_STEPS, grid):
-        shape = AttentionShape(dim=64, heads=heads, groups=groups, key=K, value=V, scaling=K**-0.5)
+        plain = AttentionShape(dim=64, heads=heads, groups=groups, key=K, value=V, scaling=K**-0.5)
         for option in STEP_OPTIONS:
+            shape = dataclasses.replace(plain, rotary=K if "rope" in option else 0)
             mixer = mixer_of(LinearAttention(**option, window=window, sinks=sinks), shape)
             at, rows = of_mixer(mixer), step_rows(mixer, B, shape, dtype)
             rows["valid"] = (torch.arange(B, device=DEVICE) % 5 != 4).unsqueeze(1)
             names = [name for name in rows if "." in name]
 
             def call(x: Leaves, at: Any = at, names: Any = names, bound: int = window + sinks + 15) -> list[Any]:
-                inputs = MixerInputs(x["q"], x["k"], x["v"], x["x"], x["valid"])
+                inputs = MixerInputs(x["q"], x["k"], x["v"], x["x"], x["valid"], rope=rope_of(x))
                 state = MixerState(x["seen"], {name: x[name] for name in names}, bound)
                 out, after = at(x["q"]).mix(inputs, state)
                 return [out, after.seen_B, *(after.tensors[name] for name in names)]
@@ -796,8 +806,9 @@ def _(grid: str) -> Iterator[Case]:
     from surgery.vllm.mixer_state import StateLayout
 
     for B, heads, groups, K, V, window, sinks, dtype in sizes_of(PAGED_STEPS, grid):
-        shape = AttentionShape(dim=64, heads=heads, groups=groups, key=K, value=V, scaling=K**-0.5)
-        for option in STEP_OPTIONS:
+        plain = AttentionShape(dim=64, heads=heads, groups=groups, key=K, value=V, scaling=K**-0.5)
+        for option in STEP_OPTIONS if window else STEP_OPTIONS[:-1]:  # two forms of q and k need a window
+            shape = dataclasses.replace(plain, rotary=K if "rope" in option else 0)
             mixer = mixer_of(LinearAttention(**option, window=window, sinks=sinks), shape)
             at, rows, longest = of_mixer(mixer), step_rows(mixer, B, shape, dtype), window + sinks + 15
             names = [name for name in rows if "." in name]
@@ -818,7 +829,7 @@ def _(grid: str) -> Iterator[Case]:
             def call(
                 x: Leaves, at: Any = at, names: Any = names, finish: Any = finish, most: int = longest - 1
             ) -> list[Any]:
-                inputs = MixerInputs(x["q"], x["k"], x["v"], x["x"])
+                inputs = MixerInputs(x["q"], x["k"], x["v"], x["x"], rope=rope_of(x))
                 state = MixerState(x["seen"].clamp_min(0), {name: x[name] for name in names}, most)
                 out, after = one_token.reference(x["q"], at(x["q"]), inputs, state)
                 return finish(out, after.tensors, x)
@@ -832,7 +843,7 @@ def _(grid: str) -> Iterator[Case]:
                 pool = layout.views(cache)
                 for name in names:
                     pool[name][page_B] = x[name].float().masked_fill(~layout.is_written(name, x[name], seen), torch.nan)
-                given = MixerInputs(x["q"], x["k"], x["v"], x["x"])
+                given = MixerInputs(x["q"], x["k"], x["v"], x["x"], rope=rope_of(x))
                 number_B = page_B.where(seen >= 0, -1).int()
                 out = step_in_pool(x["q"], at(x["q"]), given, seen.int(), pool, number_B)
                 return finish(out, {name: pool[name][page_B] for name in names}, x)
