@@ -57,6 +57,7 @@ from surgery.mixers.padding import gather_rowwise
 from surgery.mixers.projections import autocast_disabled, is_hooked
 
 VALUES_PER_PROGRAM = 32
+FEW_PROGRAMS = 256  # fewer leave processors of an H100 without work
 RECENT_PER_TILE = 64
 
 
@@ -181,12 +182,17 @@ def _launch(
     return CachedLaunch(window_step, grid, sizes, dict(zip(names, options)))
 
 
-def step_tile(features: int, values: int, lanes: int, merges: bool) -> tuple[int, int]:
-    """Return (values of a program, its warps, as few as do not spill registers). lanes: rows times groups of states.
-    merges: a program also sums up alive buckets."""
+def step_tile(features: int, values: int, lanes: int, paged: bool) -> tuple[int, int]:
+    """Return (values of a program, its warps). lanes: rows times groups of states. paged: states are updated in place.
+
+    In pages a warp has 2,048 numbers of a state, and few lanes get more programs. On an H200, a step of a layer of
+    log-linear GDN with 256 features takes 24.6 us instead of 30.8 at one row (8 groups of 64 values) with 8 values and one
+    warp, and 76 instead of 92 at 16 rows with 16 values and two warps, against 32 and eight.
+    """
+    if paged:
+        block = 16 if lanes * triton.cdiv(values, 16) >= FEW_PROGRAMS else 8
+        return block, min(16, max(1, power_of_two(features) * block // 2048))
     block = min(power_of_two(values), VALUES_PER_PROGRAM if features <= 256 else 16)
-    if merges:
-        return block, 16 if features > 256 else 8
     return block, 16 if features > 512 else 8 if features > 128 else 4
 
 
@@ -247,8 +253,7 @@ def _launch_on(
         *tokens.near_q.stride()[:2], *tokens.k.stride()[:2], *tokens.v.stride()[:2], *new_far_k.stride()[:2],
         count.stride(0),
     )  # fmt: skip
-    merges = page_B is not None and level is not None
-    block, warps = step_tile(max(features, shape.key), shape.value, batch * groups, merges)
+    block, warps = step_tile(max(features, shape.key), shape.value, batch * groups, page_B is not None)
     tiles = triton.cdiv(shape.value, block)
     together = tiles if page_B is not None and config.normalise else 1
     options = {
@@ -434,4 +439,5 @@ def step_in_pages(
         out_BHV = _launch_on(
             mixer, tokens, pool, (states, states), (seen_B, seen_B, None), page_B=page_B, dtype=working
         )
-        return finish_outputs(mixer, out_BHV, tokens.x, dtype, (seen_B >= 0).unsqueeze(1))
+        valid_B1 = None if mixer.norm is None else (seen_B >= 0).unsqueeze(1)
+        return finish_outputs(mixer, out_BHV, tokens.x, dtype, valid_B1)
