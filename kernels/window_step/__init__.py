@@ -12,9 +12,9 @@ counted without views.
 
 A state that is donated is updated in place: its rings always, its states unless they get more levels or are normalised.
 
-The same kernel computes a server's step, with or without a window: `step_in_pages` reads and writes the states of all
-rows where they lie in the server's cache, by the page numbers and lengths on the device. It launches the same kernels
-for all lengths and never waits for the GPU, so that a CUDA graph can hold it.
+A server's step, with or without a window, has one launch more, with a program for each state: `step_in_pages` reads and
+writes the states of all rows where they lie in the server's cache, by the page numbers and lengths on the device. It
+launches the same kernels for all lengths and never waits for the GPU, so that a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from surgery.kernels.ssd.layout import power_of_two
 from surgery.kernels.ssd.recurrent import MAX_FEATURES, MAX_HEADS
 from surgery.kernels.tuning import CallReader, TuningQuery, is_capturing, is_fastest, named_sizes, step_pass
 from surgery.kernels.window_step.prepare import Features, KeyRings, fits, prepare_heads
-from surgery.kernels.window_step.step import window_step
+from surgery.kernels.window_step.step import bucket_step, window_step
 from surgery.mixers.base import MixerInputs, MixerState
 from surgery.mixers.common.window_hybrid import Tensors
 from surgery.mixers.features.hedgehog import HedgehogMap
@@ -177,23 +177,30 @@ def states_name(mixer: LinearMixer) -> str:
 
 @lru_cache(maxsize=1024)
 def _launch(
-    grid: tuple[int, int], sizes: tuple[int, ...], names: tuple[str, ...], options: tuple[Any, ...]
+    kernel: Any, grid: tuple[int, ...], sizes: tuple[int, ...], names: tuple[str, ...], options: tuple[Any, ...]
 ) -> CachedLaunch:
-    return CachedLaunch(window_step, grid, sizes, dict(zip(names, options)))
+    return CachedLaunch(kernel, grid, sizes, dict(zip(names, options)))
 
 
-def step_tile(features: int, values: int, lanes: int, paged: bool) -> tuple[int, int]:
-    """Return (values of a program, its warps). lanes: rows times groups of states. paged: states are updated in place.
-
-    In pages a warp has 2,048 numbers of a state, and few lanes get more programs. On an H200, a step of a layer of
-    log-linear GDN with 256 features takes 24.6 us instead of 30.8 at one row (8 groups of 64 values) with 8 values and one
-    warp, and 76 instead of 92 at 16 rows with 16 values and two warps, against 32 and eight.
-    """
-    if paged:
-        block = 16 if lanes * triton.cdiv(values, 16) >= FEW_PROGRAMS else 8
-        return block, min(16, max(1, power_of_two(features) * block // 2048))
+def step_tile(features: int, values: int) -> tuple[int, int]:
+    """Return (values of a program, its warps, as few as do not spill registers) of a step outside of pages."""
     block = min(power_of_two(values), VALUES_PER_PROGRAM if features <= 256 else 16)
     return block, 16 if features > 512 else 8 if features > 128 else 4
+
+
+def bucket_tile(features: int, values: int, lanes: int) -> tuple[int, int]:
+    """Return (values of a program of `bucket_step`, its warps). lanes: rows times groups of states.
+
+    A warp has 2,048 numbers of a state, and few lanes get more programs: with 256 features and 64 values that was faster
+    than larger tiles with more warps, by a quarter at one row and a sixth at 16 (a step of a layer on an H200).
+    """
+    block = 16 if lanes * triton.cdiv(values, 16) >= FEW_PROGRAMS else 8
+    return block, min(16, max(1, power_of_two(features) * block // 2048))
+
+
+def finish_tile(values: int) -> tuple[int, int]:
+    """Return (values of a program, its warps) where `bucket_step` has updated the states."""
+    return min(power_of_two(values), 16), 4
 
 
 def launch_step(
@@ -253,9 +260,8 @@ def _launch_on(
         *tokens.near_q.stride()[:2], *tokens.k.stride()[:2], *tokens.v.stride()[:2], *new_far_k.stride()[:2],
         count.stride(0),
     )  # fmt: skip
-    block, warps = step_tile(max(features, shape.key), shape.value, batch * groups, page_B is not None)
-    tiles = triton.cdiv(shape.value, block)
-    together = tiles if page_B is not None and config.normalise else 1
+    paged = page_B is not None
+    block, warps = finish_tile(shape.value) if paged else step_tile(max(features, shape.key), shape.value)
     options = {
         "ROOT": tokens.root,
         "SCALE": shape.scaling,
@@ -280,8 +286,7 @@ def _launch_on(
         "COUNT": count_B is not None,
         "FAR_WEIGHT": mixer.linear_weight_H is not None,
         "GATES": 0 if output_gate is None else output_gate.shape[-1],
-        "PAGED": page_B is not None,
-        "TILES": together,
+        "PAGED": paged,
         "CAP": shape.softcap or 0.0,
         "N": min(RECENT_PER_TILE, power_of_two(max(1, window))),
         "BS": power_of_two(max(1, config.sinks)),
@@ -289,13 +294,37 @@ def _launch_on(
         "BK": power_of_two(shape.key),
         "BX": power_of_two(new_far_k.shape[-1]),
         "BV": block,
+        "BP": triton.next_power_of_2(buckets.shape[1]) if paged else 1,
         "M": power_of_two(per_group),
         "PRECISION": "tf32x3" if tokens.k.dtype == torch.float32 else None,
         "num_warps": warps,
     }
-    grid = batch * groups, tiles // together
-    _launch(grid, sizes, tuple(options), tuple(options.values()))(*tensors)
+    parts = more_parts = gate_BG
+    if page_B is not None:
+        parts = gate_BG.new_empty(buckets.shape[1], batch, shape.heads, shape.value)
+        more_parts = gate_BG.new_empty(parts.shape[:3] if config.normalise else 0)
+        states = (
+            tokens.q, far_k, gate_BG if level is None else level, buckets, tokens.v, gate_BG, beta_BG, rings[1], *rings[3:],
+            parts, more_parts, seen_B, page_B,
+        )  # fmt: skip
+        advance = buckets.shape[1], buckets.stride(0), *tokens.q.stride()[:2], *far_strides, *tokens.v.stride()[:2]
+        _launch_buckets(states, advance, options)
+    _launch(
+        window_step, (batch * groups, triton.cdiv(shape.value, block)), sizes, tuple(options), tuple(options.values())
+    )(*tensors, parts, more_parts)
     return out_BHV
+
+
+def _launch_buckets(tensors: tuple[Tensor, ...], sizes: tuple[int, ...], options: dict[str, Any]) -> None:
+    """Run `bucket_step`. options: those of `window_step`."""
+    features, values, lanes = options["F"], options["V"], len(tensors[0]) * options["G"]
+    block, warps = bucket_tile(features, values, lanes)
+    tiles = triton.cdiv(values, block)
+    together = tiles if options["MORE"] else 1
+    names = "ROOT G COPIES FAR_COPIES J F V W S LEVELS BITS DELTA UNIT MORE RING_GATE IN_RING BF M"
+    options = {name: options[name] for name in names.split()} | {"TILES": together, "BV": block, "num_warps": warps}
+    grid = lanes, tiles // together, sizes[0]
+    _launch(bucket_step, grid, sizes, tuple(options), tuple(options.values()))(*tensors)
 
 
 def finish_outputs(
@@ -429,7 +458,7 @@ def accepts_pages(
 def step_in_pages(
     q_BHTK: Tensor, mixer: LinearMixer, inputs: MixerInputs, seen_B: Tensor, pool: Tensors, page_B: Tensor
 ) -> Tensor:
-    """`step_in_pool` in place: two launches, a third one for RoPE and features, and torch for other feature maps, the
+    """`step_in_pool` in place: three launches, a fourth one for RoPE and features, and torch for other feature maps, the
     norm and the product of the output gate."""
     dtype = inputs.v_BGTV.dtype
     with autocast_disabled(q_BHTK.device):
