@@ -19,6 +19,7 @@ from torch import Tensor
 
 from surgery.core.dispatch import register_kernel
 from surgery.kernels.kernel_tensors import HAS_TUPLE_ARGUMENTS
+from surgery.kernels.launch import open_launch
 from surgery.mixers.common.packed_pieces import WindowPlan
 from surgery.mixers.common.window_hybrid import Tensors, WindowTokens, gather_window, store_window
 
@@ -168,7 +169,8 @@ def launch(kernel: Any, copies: Sequence[Copy], rows: Sequence[int], page_R: Ten
     blocks = sum(-(-count // (ELEMENTS // columns_of(copy.width))) for count, copy in zip(rows, copies, strict=True))
     if blocks:
         tiles = tiles_of([copy.width for copy in copies])
-        kernel[(blocks,)](tuple(copies), page_R, COPIES=len(copies), TILES=tiles, ELEMENTS=ELEMENTS, num_warps=8)
+        options = {"COPIES": len(copies), "TILES": tiles, "ELEMENTS": ELEMENTS, "num_warps": 8}
+        open_launch(kernel, options)((blocks,), tuple(copies), page_R)
 
 
 def accepts(k_NGK: Tensor, new: Tensors, pool: Tensors, *_: Any) -> bool:
