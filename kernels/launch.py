@@ -223,7 +223,7 @@ def describe_arguments(arguments: tuple[Any, ...], key: list[Hashable], unread: 
         elif isinstance(x, tuple):
             addressed.append(tuple(describe_arguments(x, key, NOTHING)))
         else:
-            kind: Hashable = type(x)
+            kind: Any = type(x)
             if kind is not int:
                 key.append(kind)
             else:

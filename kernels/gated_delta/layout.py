@@ -314,10 +314,14 @@ class DeltaPlan:
         return GroupTensor.from_tensor(self.v), GroupTensor.from_tensor(self.beta)
 
 
+def longest_chunk(v_BGTV: Tensor) -> int:
+    """Return the largest C; for float32 only 32 fits into a program."""
+    return 32 if v_BGTV.dtype == torch.float32 else 64
+
+
 def limit_chunk(v_BGTV: Tensor, chunk: int) -> int:
-    """Return C, 32 or 64; for float32 only 32 fits into a program."""
-    longest = 32 if v_BGTV.dtype == torch.float32 else 64
-    return 64 if min(longest, v_BGTV.shape[2], chunk) > 32 else 32
+    """Return C, 32 or 64."""
+    return 64 if min(longest_chunk(v_BGTV), v_BGTV.shape[2], chunk) > 32 else 32
 
 
 def max_chunks(v_BGTV: Tensor, chunk: int, start_B: Tensor | None) -> int:
@@ -371,7 +375,8 @@ def _packed_sizes(
     q_BGJTF: Tensor, v_BGTV: Tensor, chunk: int, pieces: PackedPieces, resumes: bool
 ) -> DeltaSizes:  # fmt: skip
     _, G, J, T, K = q_BGJTF.shape
-    C, R = limit_chunk(v_BGTV, chunk), len(pieces.counts)
+    # Not fewer for few tokens: kernels are compiled for a size of chunks.
+    C, R = 64 if min(longest_chunk(v_BGTV), chunk) > 32 else 32, len(pieces.counts)
 
     def tables(first_R: Tensor, seen_R: Tensor, count_R: Tensor) -> list[Tensor]:
         zero_R = torch.zeros_like(first_R)
