@@ -4,7 +4,8 @@ A field named after an axis is the stride along it in elements: b row of the bat
 t token, l level. The last axis of q, k, v and their like has stride 1 (`unit_last_stride`) and no field.
 
 Triton takes tuples as kernel arguments from 3.3 on. It specializes the integers in them even if the argument is named
-in `do_not_specialize`, so sizes that change from call to call stay arguments of their own. torch.compile cannot trace a
+in `do_not_specialize`, so sizes that change from call to call stay arguments of their own. The stride from row to row of
+the batch is 0 if there is only one, as 16 may or may not divide the number of its tokens. torch.compile cannot trace a
 launch with tuples: only kernels behind a custom op (kernels/chunked_op.py) use them.
 """
 
@@ -30,7 +31,8 @@ class GroupTensor(NamedTuple):
     @classmethod
     def from_tensor(cls, x_BGT: Tensor) -> GroupTensor:
         """Take the strides of axes B, G and T."""
-        return cls(x_BGT, *x_BGT.stride()[:3])
+        b, g, t = x_BGT.stride()[:3]
+        return cls(x_BGT, b if len(x_BGT) > 1 else 0, g, t)
 
 
 class HeadTensor(NamedTuple):
@@ -45,7 +47,8 @@ class HeadTensor(NamedTuple):
     @classmethod
     def from_tensor(cls, x_BGJT: Tensor) -> HeadTensor:
         """Take the strides of axes B, G, J and T."""
-        return cls(x_BGJT, *x_BGJT.stride()[:4])
+        b, g, j, t = x_BGJT.stride()[:4]
+        return cls(x_BGJT, b if len(x_BGJT) > 1 else 0, g, j, t)
 
 
 class LevelTensor(NamedTuple):
@@ -62,7 +65,12 @@ class LevelTensor(NamedTuple):
     def from_tensor(cls, level_BTGJL: Tensor) -> LevelTensor:
         """Take all five strides."""
         b, t, g, j, l = level_BTGJL.stride()  # noqa: E741
-        return cls(level_BTGJL, b, g, j, t, l)
+        return cls(level_BTGJL, b if len(level_BTGJL) > 1 else 0, g, j, t, l)
+
+
+def needs_gradients(*tensors: Tensor | None) -> bool:
+    """Return whether a call records a backward pass for one of the tensors."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def unit_last_stride(x: Tensor) -> Tensor:

@@ -6,11 +6,18 @@ call.
 
 Triton compiles a kernel for the dtype of each pointer, for whether it is aligned to 16 bytes, and for properties of the
 integers. The first two are the key of the lookup here; the integers belong to the launch.
+
+    sums = open_launch(level_kernel, {"C": 64, "num_warps": 4})         # compile-time constants; kept for these
+    sums((rows, groups), GroupTensor.from_tensor(k), states, level)     # a grid, and arguments in the kernel's order
+
+is for kernels whose grid and integers change from call to call: what Triton compiles for is read from the arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from functools import lru_cache
+from operator import index
 from typing import Any
 
 import torch
@@ -84,6 +91,164 @@ class CachedLaunch:
         return self.kernel[self.grid](*tensors, *self.sizes, **self.options)
 
 
+class OpenLaunch:
+    """A kernel with its compile-time constants and launch options, by name. Grid and arguments are those of each call:
+    tensors, integers, floats, and tuples of them, in the kernel's order before its constants.
+
+    launchers: by what Triton compiles for (`describe_arguments`). recent: the same by the integers themselves, of calls
+    whose addresses 16 divides; it is cleared when there are MAX_RECENT, as sizes may change with every call.
+    """
+
+    def __init__(self, kernel: Any, options: dict[str, Any]):
+        self.kernel, self.options = kernel, options
+        names = list(getattr(kernel, "arg_names", ()))
+        self.constants = tuple(options[name] for name in names if name in options)
+        fixed = getattr(kernel, "do_not_specialize", None) or ()  # the interpreter's kernels have none
+        self.unread = frozenset(names.index(x) if isinstance(x, str) else x for x in fixed)
+        self.launchers: dict[Hashable, Callable[..., None]] = {}
+        self.recent: dict[Hashable, Callable[..., None]] = {}
+        self.read: Callable[[tuple[Any, ...]], tuple[int, Hashable, tuple[Any, ...]]] | None = None
+        self.are_refused = False  # by a Triton version whose launchers take other arguments
+
+    def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
+        """Launch the kernel on a grid of one to three axes."""
+        if self.read is not None and not torch.compiler.is_compiling():  # traced tensors have no address
+            try:
+                bits, key, addressed = self.read(arguments)
+                launcher = None if bits & 15 else self.recent.get(key)
+                if launcher is not None:
+                    return launcher((*grid, 1, 1)[:3], *addressed, *self.constants)
+            except (AttributeError, KeyError, TypeError, ValueError):  # other arguments than those of the first call
+                self.read = None
+        self._find(grid, arguments)
+        return None
+
+    def _find(self, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+        """Launch the kernel by what Triton compiles for."""
+        if self.are_refused or torch.compiler.is_compiling():
+            self.kernel[grid](*arguments, **self.options)
+            return
+        key: list[Hashable] = []
+        addressed = describe_arguments(arguments, key, self.unread)
+        launcher = self.launchers.get(tuple(key))
+        if launcher is None:
+            compiled = self.kernel[grid](*arguments, **self.options)
+            if compiled is None:  # the interpreter compiles nothing
+                return
+            launcher = self.launchers[tuple(key)] = open_launcher(compiled)
+        else:
+            try:
+                launcher((*grid, 1, 1)[:3], *addressed, *self.constants)
+            except TypeError:  # raised before the launch
+                self.are_refused, self.read = True, None
+                self.kernel[grid](*arguments, **self.options)
+                return
+        self.read = self.read or make_reader(arguments, self.unread)
+        bits, recent, _ = self.read(arguments)
+        if not bits & 15:
+            if len(self.recent) >= MAX_RECENT:
+                self.recent.clear()
+            self.recent[recent] = launcher
+
+
+@lru_cache(maxsize=1024)
+def _open_launch(kernel: Any, names: tuple[str, ...], values: tuple[Hashable, ...]) -> OpenLaunch:
+    return OpenLaunch(kernel, dict(zip(names, values)))
+
+
+def open_launch(kernel: Any, options: dict[str, Any]) -> OpenLaunch:
+    """Return the launch of a kernel with these constants and options, the same one for equal ones."""
+    return _open_launch(kernel, tuple(options), tuple(options.values()))
+
+
+MAX_RECENT = 4096
+NOTHING: frozenset[int] = frozenset()
+
+
+def make_reader(
+    arguments: tuple[Any, ...], unread: frozenset[int]
+) -> Callable[[tuple[Any, ...]], tuple[int, Hashable, tuple[Any, ...]]]:
+    """Return a function of arguments of the same structure that returns (all addresses joined by "or", the first device,
+    dtypes and integers, the arguments with addresses in place of tensors).
+
+    It is written out for the structure, as Triton does for the arguments of a kernel: loops take twice as long. unread: as
+    in `describe_arguments`.
+    """
+    lines: list[str] = []
+    key: list[str] = []
+    pointers: list[str] = []
+
+    def unpack(values: tuple[Any, ...], name: str, skipped: frozenset[int]) -> str:
+        names = [f"{name}_{i}" for i in range(len(values))]
+        lines.append(f"{''.join(n + ', ' for n in names) or '()'} = {name}")
+        return "(" + "".join(f"{leaf(x, n, i in skipped)}, " for i, (x, n) in enumerate(zip(values, names))) + ")"
+
+    def leaf(x: Any, name: str, skipped: bool) -> str:
+        if isinstance(x, tuple):
+            return unpack(x, name, NOTHING)
+        if isinstance(x, Tensor):
+            lines.append(f"{name}_p = {name}.data_ptr()")
+            key.extend([f"{name}.dtype"] if pointers else [f"{name}.get_device()", f"{name}.dtype"])
+            pointers.append(f"{name}_p")
+            return pointers[-1]
+        if type(x) is not int:
+            key.append(f"plain[type({name})]")
+        else:
+            key.append(f"index({name}) >> 31" if skipped else f"index({name})")
+        return name
+
+    addressed = unpack(arguments, "a", unread)
+    lines.append(f"return {' | '.join(pointers) or '0'}, ({''.join(k + ', ' for k in key)}), {addressed}")
+    made: dict[str, Any] = {"index": index, "plain": {kind: kind for kind in (float, bool, type(None))}}
+    exec("def read(a):\n    " + "\n    ".join(lines), made)
+    read: Callable[[tuple[Any, ...]], tuple[int, Hashable, tuple[Any, ...]]] = made["read"]
+    return read
+
+
+def describe_arguments(arguments: tuple[Any, ...], key: list[Hashable], unread: frozenset[int]) -> list[Any]:
+    """Append to the key what Triton compiles for of each argument, and return the arguments with addresses in place of
+    tensors, which its launcher takes as they are.
+
+    That is the dtype of a tensor and whether 16 divides its address; of an integer how many bits it takes, and whether it
+    is 1 or 16 divides it, unless its place is among `unread` (`do_not_specialize`); and the device of the first tensor.
+    """
+    addressed: list[Any] = []
+    for i, x in enumerate(arguments):
+        if isinstance(x, Tensor):
+            if not key:
+                key.append(x.get_device())
+            address = x.data_ptr()
+            key.append((x.dtype, address & 15 == 0))
+            addressed.append(address)
+        elif isinstance(x, tuple):
+            addressed.append(tuple(describe_arguments(x, key, NOTHING)))
+        else:
+            kind: Any = type(x)
+            if kind is not int:
+                key.append(kind)
+            else:
+                size = 0 if -(2**31) <= x < 2**31 else 2 if x < 2**63 else 4
+                key.append(size if i in unread else size + 1 if x & 15 == 0 else -1 if x == 1 else size)
+            addressed.append(x)
+    return addressed
+
+
+def open_launcher(compiled: Any) -> Callable[..., None]:
+    """Return a function of a grid and the kernel's arguments that launches a compiled kernel, as `bind_launcher`."""
+    if not _launches_directly(compiled):
+        return lambda grid, *args: compiled[grid](*args)
+    runtime: Any = triton.knobs.runtime
+    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+
+    def launch(grid: tuple[int, int, int], *args: Any) -> None:
+        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+            compiled[grid](*args)
+        else:
+            run(*grid, current_stream(), function, packed, None, None, None, *args)
+
+    return launch
+
+
 def bind_launcher(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     """Return a function of the kernel's arguments that launches a compiled kernel as `compiled[grid]` does.
 
@@ -91,10 +256,10 @@ def bind_launcher(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     which Triton 3.4 and later do at each launch. Other versions launch through `compiled[grid]`.
     """
     by_triton: Callable[..., None] = compiled[grid]
-    runtime: Any = getattr(getattr(triton, "knobs", None), "runtime", None)
-    run, function, packed = (getattr(compiled, name, None) for name in ("run", "function", "packed_metadata"))
-    if not _has_hook_chains(runtime) or run is None or function is None or packed is None:
+    if not _launches_directly(compiled):
         return by_triton
+    runtime: Any = triton.knobs.runtime
+    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
     x, y, z = grid
 
     def launch(*args: Any) -> None:
@@ -103,7 +268,14 @@ def bind_launcher(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         run(x, y, z, current_stream(), function, packed, None, None, None, *args)
         return None
 
-    return launch if _takes_stream() else by_triton
+    return launch
+
+
+def _launches_directly(compiled: Any) -> bool:
+    """Return whether this version of Triton has what a launch without its own one takes."""
+    runtime: Any = getattr(getattr(triton, "knobs", None), "runtime", None)
+    parts = (getattr(compiled, name, None) for name in ("run", "function", "packed_metadata"))
+    return _has_hook_chains(runtime) and all(part is not None for part in parts) and _takes_stream()
 
 
 def _has_hook_chains(runtime: Any) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -186,7 +187,7 @@ class DeltaSizes:
     V: int
     dtype: torch.dtype
 
-    @property
+    @cached_property
     def kernel(self) -> dict[str, Any]:
         """Constants of every kernel."""
         return {
@@ -194,17 +195,17 @@ class DeltaSizes:
             "BK": self.block_k, "BV": self.block, "P": self.precision,
         }  # fmt: skip
 
-    @property
+    @cached_property
     def precision(self) -> str:
         """Precision of float32 products: three products of tf32."""
         return "tf32x3" if self.dtype == torch.float32 else "tf32"
 
-    @property
+    @cached_property
     def is_large(self) -> bool:
         """Whether a tile of all features takes so much of a program's memory that it needs settings of its own."""
         return self.K > SMALL_FEATURES
 
-    @property
+    @cached_property
     def block(self) -> int:
         """Values in a block: few blocks without much padding, of a size that bounds a program's part of a state."""
         if self.is_large and (self.K > 512 or self.dtype == torch.float32):
@@ -212,29 +213,29 @@ class DeltaSizes:
         wide = self.K > 128 or self.dtype == torch.float32
         return min((32, 16) if wide else (64, 32, 16), key=lambda b: -(-self.V // b) * (b + 32))
 
-    @property
+    @cached_property
     def wide_block(self) -> int:
         """Values in a block, in kernels that hold no state of all features."""
         if not self.is_large:
             return self.block
         return min((64, 32, 16), key=lambda b: -(-self.V // b) * (b + 32))
 
-    @property
+    @cached_property
     def wide_blocks(self) -> int:
         """Blocks of `wide_block` values."""
         return -(-self.V // self.wide_block)
 
-    @property
+    @cached_property
     def wide_kernel(self) -> dict[str, Any]:
         """Constants of kernels that hold no state of all features."""
         return {**self.kernel, "BV": self.wide_block}
 
-    @property
+    @cached_property
     def features(self) -> int:
         """Features in a block, in kernels that loop over blocks of features."""
         return min(64, self.block_k)
 
-    @property
+    @cached_property
     def state_kernel(self) -> dict[str, Any]:
         """Constants of kernels that pass states through chunks. BX: features in a block of products that sum over
         features.
@@ -242,23 +243,23 @@ class DeltaSizes:
         in_blocks = self.is_large and (self.K > 512 or self.dtype == torch.float32)
         return {**self.kernel, "BX": self.features if in_blocks else self.block_k}
 
-    @property
+    @cached_property
     def loop_warps(self) -> int:
         """Warps of kernels that loop over blocks of values and of features."""
         return 8 if self.is_large else 4
 
-    @property
+    @cached_property
     def tile_features(self) -> int:
         """Features in a block, in kernels that hold tiles of all features unless these are many."""
         return self.features if self.is_large else self.block_k
 
-    @property
+    @cached_property
     def block_k(self) -> int:
         """All features, padded to a power of two."""
         block: int = max(16, triton.next_power_of_2(self.K))
         return block
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """Blocks of values."""
         return -(-self.V // self.block)
@@ -277,7 +278,7 @@ class DeltaSizes:
             return 1
         return small if self.K <= 128 and self.dtype != torch.float32 else 2
 
-    @property
+    @cached_property
     def max_registers(self) -> int | None:
         """Register limit of the largest kernels, so that two of their programs fit on a multiprocessor; None if tiles
         are large.
@@ -313,10 +314,14 @@ class DeltaPlan:
         return GroupTensor.from_tensor(self.v), GroupTensor.from_tensor(self.beta)
 
 
+def longest_chunk(v_BGTV: Tensor) -> int:
+    """Return the largest C; for float32 only 32 fits into a program."""
+    return 32 if v_BGTV.dtype == torch.float32 else 64
+
+
 def limit_chunk(v_BGTV: Tensor, chunk: int) -> int:
-    """Return C, 32 or 64; for float32 only 32 fits into a program."""
-    longest = 32 if v_BGTV.dtype == torch.float32 else 64
-    return 64 if min(longest, v_BGTV.shape[2], chunk) > 32 else 32
+    """Return C, 32 or 64."""
+    return 64 if min(longest_chunk(v_BGTV), v_BGTV.shape[2], chunk) > 32 else 32
 
 
 def max_chunks(v_BGTV: Tensor, chunk: int, start_B: Tensor | None) -> int:
@@ -362,8 +367,16 @@ def level_bounds(chunks: int, rows: int) -> list[int]:
 def packed_sizes(q_BGJTF: Tensor, v_BGTV: Tensor, chunk: int, pieces: PackedPieces, *, resumes: bool) -> DeltaSizes:
     """Return `make_sizes` of pieces in one row, whose table the layers of a step share. resumes: whether chunks lie on the
     grid of positions in the sequences, or of tokens of the pieces."""
+    key = "delta sizes", q_BGJTF.shape, v_BGTV.shape, v_BGTV.dtype, chunk, resumes
+    return pieces.once(key, lambda: _packed_sizes(q_BGJTF, v_BGTV, chunk, pieces, resumes))
+
+
+def _packed_sizes(
+    q_BGJTF: Tensor, v_BGTV: Tensor, chunk: int, pieces: PackedPieces, resumes: bool
+) -> DeltaSizes:  # fmt: skip
     _, G, J, T, K = q_BGJTF.shape
-    C, R = limit_chunk(v_BGTV, chunk), len(pieces.counts)
+    # Not fewer for few tokens: kernels are compiled for a size of chunks.
+    C, R = 64 if min(longest_chunk(v_BGTV), chunk) > 32 else 32, len(pieces.counts)
 
     def tables(first_R: Tensor, seen_R: Tensor, count_R: Tensor) -> list[Tensor]:
         zero_R = torch.zeros_like(first_R)

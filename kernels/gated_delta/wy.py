@@ -32,6 +32,7 @@ from surgery.kernels.gated_delta.layout import (
     store_tile,
 )
 from surgery.kernels.kernel_tensors import GroupTensor
+from surgery.kernels.launch import open_launch
 
 
 class WYTerms(NamedTuple):
@@ -88,7 +89,7 @@ def load_half(x, t_H, stride, here_H):
     return tl.load(x + t_H * stride, mask=here_H, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def wy_forward(
     k, v, beta, gates, rows, terms, own, N,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, H: tl.constexpr,
@@ -188,10 +189,9 @@ def launch_wy_forward(plan: DeltaPlan, chunk_states: Tensor | None = None) -> WY
     terms = WYTerms(c, s.buffer(s.C, s.C), s.buffer(s.C, s.K), s.buffer(s.V, s.C))
     inputs = (GroupTensor.from_tensor(x) for x in (plan.k, plan.v, plan.beta, plan.gates))
     options: dict[str, Any] = {**s.wide_kernel, "H": s.C // 2, "BX": s.features, "OWN": chunk_states is not None}
-    wy_forward[(s.R * s.N, s.G)](
-        *inputs, s.table, terms, c if chunk_states is None else chunk_states, s.N, **options,
-        num_warps=2 if s.dtype != torch.float32 else 4,
-    )  # fmt: skip
+    options["num_warps"] = 2 if s.dtype != torch.float32 else 4
+    own = c if chunk_states is None else chunk_states
+    open_launch(wy_forward, options)((s.R * s.N, s.G), *inputs, s.table, terms, own, s.N)
     return terms
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from surgery.core.dispatch import register_kernel
 from surgery.kernels.custom_op import CustomOp
-from surgery.kernels.kernel_tensors import unit_last_stride
+from surgery.kernels.kernel_tensors import needs_gradients, unit_last_stride
+from surgery.kernels.launch import open_launch
 from surgery.kernels.local_attention.plan import pow2
 from surgery.mixers.common.window_hybrid import join_and_gate
 
@@ -153,7 +154,7 @@ def launch_forward(inputs: JoinInputs, dtype: torch.dtype) -> Tensor:
     """Return out_BTHV."""
     B, H, T, V = inputs.near.shape
     out = torch.empty(B, T, H, V, device=inputs.near.device, dtype=dtype)
-    join_forward[inputs.grid()](*inputs.tensors(), out, *inputs.call_sizes(), **inputs.options())
+    open_launch(join_forward, inputs.options())(inputs.grid(), *inputs.tensors(), out, *inputs.call_sizes())
     return out
 
 
@@ -243,5 +244,7 @@ def join_and_gate_triton(
     tensors = near_BHTV, far_BHLV, near_H, far_H, gate_BTHV
     if torch.compiler.is_compiling():
         return JOIN_OP(*tensors, dtype)[0]
+    if not needs_gradients(*tensors):
+        return launch_forward(JoinInputs.from_tensors(*tensors), dtype)
     out: Tensor = JoinFunction.apply(dtype, *tensors)
     return out

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from surgery.core.dispatch import register_kernel
 from surgery.kernels.custom_op import CustomOp
-from surgery.kernels.kernel_tensors import unit_last_stride
+from surgery.kernels.kernel_tensors import needs_gradients, unit_last_stride
+from surgery.kernels.launch import open_launch
 from surgery.kernels.linear_features.kernels import features_backward, features_forward, weight_gradient
 from surgery.kernels.local_attention.plan import pow2
 from surgery.mixers.common.linear_features import FeaturePlan, Rotation, linear_features
@@ -115,9 +116,10 @@ def launch_forward(call: FeatureCall) -> tuple[Tensor, Tensor]:
     out = torch.empty(B, H, call.last - call.first, call.features, device=call.x.device, dtype=call.dtype)
     turned = torch.empty((B, T, H, K) if call.turned else 0, device=call.x.device, dtype=call.x.dtype)
     options = call.tile_options(FORWARD_ELEMENTS)
-    features_forward[(triton.cdiv(T, options["M"]) * B * H,)](
-        *call.tensors(), out, turned, call.root, T, call.first, call.last, *call.sizes(), **options
-    )
+    open_launch(features_forward, options)(
+        (-(-T // options["M"]) * B * H,),
+        *call.tensors(), out, turned, call.root, T, call.first, call.last, *call.sizes(),
+    )  # fmt: skip
     return out, turned
 
 
@@ -225,7 +227,7 @@ def linear_features_triton(
     if isinstance(feature_map, HedgehogMap):
         w = feature_map.query_HKK if plan.side == "queries" else feature_map.key_GKK
     cos, sin = (None, None) if rotation is None else rotation
-    options = {
+    options: dict[str, Any] = {
         "root": plan.root,
         "first": plan.first,
         "last": plan.last,
@@ -236,6 +238,8 @@ def linear_features_triton(
     }
     if torch.compiler.is_compiling():
         features, turned = FEATURES_OP(x_BTHK, cos, sin, w, *options.values())
+    elif not needs_gradients(x_BTHK, w):
+        features, turned = launch_forward(FeatureCall.make(x_BTHK, cos, sin, w, **options))
     else:
         features, turned = FeaturesFunction.apply(x_BTHK, w, cos, sin, options)
     return features, turned if plan.rotated else x_BTHK

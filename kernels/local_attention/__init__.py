@@ -21,7 +21,14 @@ from torch import Tensor
 
 from surgery.core.dispatch import register_kernel
 from surgery.kernels.custom_op import CustomOp
-from surgery.kernels.kernel_tensors import HAS_TUPLE_ARGUMENTS, GroupTensor, HeadTensor, unit_last_stride
+from surgery.kernels.kernel_tensors import (
+    HAS_TUPLE_ARGUMENTS,
+    GroupTensor,
+    HeadTensor,
+    needs_gradients,
+    unit_last_stride,
+)
+from surgery.kernels.launch import open_launch
 from surgery.kernels.local_attention.backward import local_keys, local_queries
 from surgery.kernels.local_attention.forward import local_forward
 from surgery.kernels.local_attention.plan import (
@@ -73,9 +80,10 @@ def launch_forward(inputs: LocalInputs) -> tuple[Tensor, Tensor, Tensor | None]:
     out = torch.empty(*q.shape[:4], inputs.v.shape[-1], **new)
     stats = torch.empty(1 + plan.largest, *q.shape[:4], **new)
     largest_at = torch.empty(q.shape[:4], device=q.device, dtype=torch.int32) if plan.largest else None
-    local_forward[(inputs.lanes * triton.cdiv(inputs.rows, tiles.M),)](
-        *inputs.tensors(), out, stats, largest_at, *inputs.sizes(), stats[0].numel(), **query_options(inputs, tiles)
-    )
+    open_launch(local_forward, query_options(inputs, tiles))(
+        (inputs.lanes * -(-inputs.rows // tiles.M),),
+        *inputs.tensors(), out, stats, largest_at, *inputs.sizes(), stats.numel() // len(stats),
+    )  # fmt: skip
     return out, stats, largest_at
 
 
@@ -239,5 +247,8 @@ def local_attention_triton(
         out, stats = LOCAL_ATTENTION_OP(*tensors, seen_B, window, shape.scaling, shape.softcap, with_largest)
     else:
         plan = LocalPlan(window, keys.sinks.shape[2], shape.scaling, shape.softcap, with_largest)
-        out, stats = LocalAttentionFunction.apply(plan, seen_B, *tensors)
+        if needs_gradients(*tensors):
+            out, stats = LocalAttentionFunction.apply(plan, seen_B, *tensors)
+        else:
+            out, stats, _ = launch_forward(LocalInputs(*tensors, seen_B, plan).with_unit_strides())
     return LocalOutput(out, stats[0], stats[1] if with_largest else None)

@@ -112,7 +112,7 @@ def query_reads(
         store_matrix(read + (at * J + j) * C * K, C, K, first, read_CX, C, BX)
 
 
-@triton.jit(do_not_specialize=["low", "high", "top", "N", "MOST"])
+@triton.jit(do_not_specialize=["low", "high", "top", "T", "N", "MOST"])
 def chunk_forward(
     q, k, v, beta, level, rows, terms, kept, out, low, high, top, T, N, J, MOST,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,

@@ -15,6 +15,7 @@ kernels/log_linear_delta/boundary.py, which has gradients.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from surgery.kernels.gated_delta.layout import (
     MAX_LEVELS,
+    DeltaSizes,
     chunk_tokens,
     decay_from_start,
     decay_to_end,
@@ -34,9 +36,11 @@ from surgery.kernels.gated_delta.layout import (
     store_matrix,
     store_tile,
 )
+from surgery.kernels.gated_delta.wy import launch_wy_forward
 from surgery.kernels.kernel_tensors import GroupTensor, HeadTensor, LevelTensor
-from surgery.kernels.log_linear_delta.chunk import query_key_products, read_tile
-from surgery.kernels.log_linear_delta.levels import program_part
+from surgery.kernels.launch import OpenLaunch, open_launch
+from surgery.kernels.log_linear_delta.chunk import chunk_forward, query_key_products, read_tile
+from surgery.kernels.log_linear_delta.levels import PairEnds, level_up, program_part
 from surgery.kernels.log_linear_delta.plan import FORWARD_MEMORY_SHARE, LogLinearDeltaPlan
 from surgery.mixers.common.packed_pieces import PackedPieces
 
@@ -207,6 +211,70 @@ def leave_pages(
     store_matrix(here, K, V, at_v, tl.trans(s_VK), BK, BV)
 
 
+@dataclass(frozen=True)
+class PagesPlan:
+    """Sizes and launches that all layers of a step share.
+
+    log_c: bits of a chunk. levels: buckets of a row, of which those from bit log_c on lie above chunks. groups: see
+    `LogLinearDeltaPlan.groups`. sums: sums of a page that are written. ups: `level_up` without and with a parent. reads:
+    `chunk_forward` of further groups and of the lowest. low: `read_low_buckets`, None if no row goes on within a chunk.
+    """
+
+    sizes: DeltaSizes
+    log_c: int
+    levels: int
+    groups: list[tuple[int, int]]
+    sums: int
+    enter: OpenLaunch
+    ups: tuple[OpenLaunch, OpenLaunch]
+    reads: tuple[OpenLaunch, OpenLaunch]
+    low: OpenLaunch | None
+    leave: OpenLaunch
+
+    @property
+    def high(self) -> int:
+        """Levels above chunks."""
+        return self.levels - self.log_c
+
+    def grid(self, level: int) -> tuple[tuple[int, int], int]:
+        """Return (the grid of `level_up`, its pairs in a row)."""
+        pairs = ((self.sizes.N - 1) >> (level + 1)) + 2
+        return (self.sizes.R * pairs * self.sizes.blocks, self.sizes.G), pairs
+
+
+def make_pages_plan(plan: LogLinearDeltaPlan, pieces: PackedPieces, block_bits: int, page: int) -> PagesPlan:
+    """Return the plan of a step. plan: of its first layer. page: sums of a page."""
+    s, lambdas, longest = plan.sizes, plan.level.shape[-1], pieces.max_seen.bit_length()
+    log_c = s.C.bit_length() - 1
+    options: dict[str, Any] = {
+        **s.kernel,
+        "LOG_C": log_c,
+        "BITS": block_bits,
+        "num_warps": s.warps(8192),
+        "num_stages": 1,
+    }
+    up = {**s.state_kernel, "PASSED": False, "BUCKET": True, "AFTER": True}
+    up |= {"num_warps": s.warps(8192), "num_stages": s.stages(3)}
+    read = {**plan.level_options, **s.wide_kernel, "BX": s.tile_features, "BUCKET": True}
+    read |= {"maxnreg": s.max_registers, **s.tile_options(4)}
+    low = {**options, **s.wide_kernel, "LAMBDAS": lambdas, "BX": s.tile_features, "num_warps": 4}
+    return PagesPlan(
+        sizes=s,
+        log_c=log_c,
+        levels=log_c + plan.levels,
+        groups=plan.groups(FORWARD_MEMORY_SHARE),
+        sums=min(max(0, longest - block_bits) + (block_bits > 0), page),
+        enter=open_launch(enter_pages, options),
+        ups=(open_launch(level_up, {**up, "PARENT": False}), open_launch(level_up, {**up, "PARENT": True})),
+        reads=(
+            open_launch(chunk_forward, {**read, "INNER": False}),
+            open_launch(chunk_forward, {**read, "INNER": True}),
+        ),
+        low=open_launch(read_low_buckets, low) if any(seen % s.C for seen in pieces.seen) else None,
+        leave=open_launch(leave_pages, options),
+    )
+
+
 def run_in_pages(
     tokens: tuple[Tensor, ...], pool_PNGKV: Tensor, page_R: Tensor, pieces: PackedPieces, chunk: int, block_bits: int
 ) -> Tensor:
@@ -214,37 +282,48 @@ def run_in_pages(
     log-gates (1, G, T) and lambdas (1, T, G, J, L), q, k and v with unit strides along the last axis."""
     q, k, v, beta, gates, level = tokens
     s = packed_sizes(q, v, chunk, pieces, resumes=True)
-    log_c, longest = s.C.bit_length() - 1, pieces.max_seen.bit_length()
-    levels = max(log_c, longest)
-    sums = min(max(0, longest - block_bits) + (block_bits > 0), pool_PNGKV.shape[1])
-    buckets = torch.empty(levels, s.R, s.G, s.K, s.V, dtype=torch.float32, device=k.device)
-    high = buckets[log_c:]
-    plan = LogLinearDeltaPlan(
-        q, k, v, beta, gates, s, level=level, bucket_lRGKV=high, extra_RGKV=None, end_R=pieces.end_R,
-        levels=len(high), top=MAX_LEVELS,
+    high, page = max(0, pieces.max_seen.bit_length() - s.C.bit_length() + 1), pool_PNGKV.shape[1]
+    call = LogLinearDeltaPlan(
+        q, k, v, beta, gates, s, level=level, bucket_lRGKV=None, extra_RGKV=None, end_R=pieces.end_R, levels=high,
+        top=MAX_LEVELS,
     )  # fmt: skip
-    t, own = plan.prepare()
-    assert own is not None  # rows go on from buckets
-    keys, pages = GroupTensor.from_tensor(k), (page_R, pool_PNGKV, pool_PNGKV.stride(0))
-    options: dict[str, Any] = {**s.kernel, "LOG_C": log_c, "BITS": block_bits}
-    launch = {"num_warps": s.warps(8192), "num_stages": 1}
-    enter_pages[(s.R * (levels + 1) * s.blocks, s.G)](
-        keys, t.w, t.c, s.table, *pages, buckets, own, levels, pool_PNGKV.shape[1], **options, **launch
+    key = "log-linear pages", q.shape, v.shape, v.dtype, level.shape[-1], chunk, block_bits, page
+    plan = pieces.once(key, lambda: make_pages_plan(call, pieces, block_bits, page))
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": k.device}
+    buckets = torch.empty(plan.levels, s.R, s.G, s.K, s.V, **float32)
+    own = call.state(0)
+    t = launch_wy_forward(call, own)
+    keys, values_beta = GroupTensor.from_tensor(k), call.values_beta
+    queries, lambdas = HeadTensor.from_tensor(q), LevelTensor.from_tensor(level)
+    pages = page_R, pool_PNGKV, pool_PNGKV.stride(0)
+    plan.enter(
+        (s.R * (plan.levels + 1) * s.blocks, s.G), keys, t.w, t.c, s.table, *pages, buckets, own, plan.levels, page
     )
-    after, groups, state = torch.empty_like(high), plan.groups(FORWARD_MEMORY_SHARE), own
-    states = plan.allocate_kept(groups, s.K)
-    wide = v.dtype if len(groups) == 1 else torch.float32  # several groups add to the output
+    wide = v.dtype if len(plan.groups) == 1 else torch.float32  # several groups add to the output
     out = torch.empty(*q.shape[:4], s.V, dtype=wide, device=k.device)
-    for group in groups:
-        state = plan.climb(t, group, state, states, after=after)
-        plan.read(t, group, states, out)
-    if any(seen % s.C for seen in pieces.seen):
-        read_low_buckets[(s.R, s.G * s.J, s.wide_blocks)](
-            HeadTensor.from_tensor(q), keys, LevelTensor.from_tensor(level), s.table, buckets, (t.c, t.w), out, q.shape[3],
-            s.J, **{**options, **s.wide_kernel}, LAMBDAS=level.shape[-1], BX=s.tile_features, num_warps=4, num_stages=1,
+    after = torch.empty(high, s.R, s.G, s.K, s.V, **float32)
+    kept = call.allocate_kept(plan.groups, s.K)
+    above, ends, keeps = buckets[plan.log_c :].unbind(), after.unbind(), kept.unbind()
+    above_sizes = s.most[1 : max(high, 1)]
+    parents = torch.empty(sum(above_sizes), s.G, s.V, s.K, **float32).split(above_sizes) if above_sizes else ()
+    state, read_grid = own, (s.R * s.N, s.G * s.J, s.wide_blocks)
+    for low, stop in plan.groups:
+        for at in range(low, stop):
+            grid, pairs = plan.grid(at)
+            parent = parents[at] if at + 1 < high else None
+            pair = PairEnds(state, state if parent is None else parent, above[at], ends[at], pieces.end_R)
+            up = plan.ups[parent is not None]
+            up(grid, keys, t.w, t.c, s.table, pair, keeps[at - low], state, at, MAX_LEVELS, pairs)
+            state = state if parent is None else parent
+        plan.reads[low == 0](
+            read_grid, queries, keys, *values_beta, lambdas, s.table, (t.c, t.y, t.w), kept, out, low, stop, MAX_LEVELS,
+            q.shape[3], s.N, s.J, s.most[0],
         )  # fmt: skip
-    leave_pages[(s.R * sums * s.blocks, s.G)](
-        keys, GroupTensor.from_tensor(v), GroupTensor.from_tensor(beta), s.table, (t.c, t.y, t.w), buckets, after, own,
-        *pages, sums, **options, **launch,
+    if plan.low is not None:
+        low_grid = s.R, s.G * s.J, s.wide_blocks
+        plan.low(low_grid, queries, keys, lambdas, s.table, buckets, (t.c, t.w), out, q.shape[3], s.J)
+    plan.leave(
+        (s.R * plan.sums * s.blocks, s.G), keys, *values_beta, s.table, (t.c, t.y, t.w), buckets, after, own, *pages,
+        plan.sums,
     )  # fmt: skip
     return out.to(v.dtype)

@@ -3,12 +3,13 @@ them, and one for what is stored.
 
 Copies of rows of numbers: keys, values and written signals of tokens (surgery/mixers/common/window_hybrid.py:
 `gather_window`, `store_window`). Tables say which row goes where, and begin with their own sizes, so that a launch has no
-argument that changes from step to step.
+argument that changes from step to step. A program copies a tile of rows of one tensor, and looks up each row once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -18,16 +19,17 @@ from torch import Tensor
 
 from surgery.core.dispatch import register_kernel
 from surgery.kernels.kernel_tensors import HAS_TUPLE_ARGUMENTS
+from surgery.kernels.launch import open_launch
 from surgery.mixers.common.packed_pieces import WindowPlan
 from surgery.mixers.common.window_hybrid import Tensors, WindowTokens, gather_window, store_window
 
-BLOCK = 2048  # elements that a program copies
+ELEMENTS, MAX_COLUMNS = 4096, 1024  # elements of a tile, and its columns at most
 
 
 class Copy(NamedTuple):
     """One tensor of a launch. new: rows of the tokens, of `width` elements, `stride` elements apart. slots: in pages that
     are `page` elements apart, `size` slots in each. out: rows that are gathered. table: `WindowPlan.near_far_T` and its
-    like."""
+    like. No field changes from step to step."""
 
     new: Tensor
     stride: int
@@ -40,63 +42,135 @@ class Copy(NamedTuple):
 
 
 @triton.jit
-def block_rows(width, BLOCK: tl.constexpr):
-    """Return (row, place in it, number) of the elements of the program's block. Divides 32-bit integers only."""
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    here_B = (first % width).to(tl.int32) + tl.arange(0, BLOCK)
-    return first // width + here_B // width, here_B % width, first + tl.arange(0, BLOCK)
-
-
-@triton.jit
-def gather_rows(copies, pages, COPIES: tl.constexpr, BLOCK: tl.constexpr):
-    """Gather rows of all tensors: numbers below `old` of a table are slots of the pages, others tokens. Grid: (blocks of
-    the largest, COPIES)."""
+def find_block(copies, COPIES: tl.constexpr, TILES: tl.constexpr, ELEMENTS: tl.constexpr):
+    """Return (tensor of the program, number of its block of rows). TILES: of `tiles_of`. The blocks of all tensors follow
+    one another on the grid, as many as their tables say; a program behind them has tensor -1."""
+    at = tl.program_id(0).to(tl.int64)
+    which, block, before = at * 0 - 1, at * 0, at * 0
     for i in tl.static_range(COPIES):
-        if tl.program_id(1) == i:
-            copy = copies[i]
-            row_B, in_row_B, at_B = block_rows(copy.width, BLOCK)
-            here_B = row_B < tl.load(copy.table)
-            number_B = tl.load(copy.table + 2 + row_B, mask=here_B, other=0)
-            token_B = number_B - tl.load(copy.table + 1)
-            is_old_B = here_B & (token_B < 0)
-            page_B = tl.load(pages + number_B // copy.size, mask=is_old_B, other=0).to(tl.int64)
-            at_old_B = page_B * copy.page + (number_B % copy.size) * copy.width + in_row_B
-            x_B = tl.load(copy.slots + at_old_B, mask=is_old_B, other=0.0).to(copy.out.dtype.element_ty)
-            new_B = tl.load(copy.new + token_B * copy.stride + in_row_B, mask=here_B & (token_B >= 0), other=0.0)
-            tl.store(copy.out + at_B, tl.where(is_old_B, x_B, new_B.to(copy.out.dtype.element_ty)), mask=here_B)
+        blocks = tl.cdiv(tl.load(copies[i].table), ELEMENTS >> ((TILES >> (5 * i)) & 15))
+        is_here = (at >= before) & (at < before + blocks)
+        which = tl.where(is_here, i, which)
+        block = tl.where(is_here, at - before, block)
+        before += blocks
+    return which, block
 
 
 @triton.jit
-def store_rows(copies, pages, COPIES: tl.constexpr, BLOCK: tl.constexpr):
+def move_tile(old_R, new_R, to_R, is_old_R, is_new_R, first, width, BW: tl.constexpr, EXACT: tl.constexpr):
+    """Copy columns first .. first + BW - 1 of rows, from old_R where is_old_R and from new_R where is_new_R. EXACT: rows
+    have so many columns."""
+    column_1W = (first + tl.arange(0, BW))[None, :]
+    is_old, is_new = is_old_R[:, None], is_new_R[:, None]
+    if not EXACT:
+        is_old, is_new = is_old & (column_1W < width), is_new & (column_1W < width)
+    new_RW = tl.load(new_R[:, None] + column_1W, mask=is_new, other=0.0).to(to_R.dtype.element_ty)
+    old_RW = tl.load(old_R[:, None] + column_1W, mask=is_old, other=0.0).to(to_R.dtype.element_ty)
+    tl.store(to_R[:, None] + column_1W, tl.where(is_old, old_RW, new_RW), mask=is_old | is_new)
+
+
+@triton.jit
+def gather_rows(copies, pages, COPIES: tl.constexpr, TILES: tl.constexpr, ELEMENTS: tl.constexpr):
+    """Gather rows of all tensors: numbers below `old` of a table are slots of the pages, others tokens. Grid: blocks of
+    rows of all tensors."""
+    which, block = find_block(copies, COPIES, TILES, ELEMENTS)
+    for i in tl.static_range(COPIES):
+        if which == i:
+            copy = copies[i]
+            BW: tl.constexpr = 1 << ((TILES >> (5 * i)) & 15)
+            R: tl.constexpr = ELEMENTS // BW
+            row_R = block * R + tl.arange(0, R)
+            here_R = row_R < tl.load(copy.table)
+            number_R = tl.load(copy.table + 2 + row_R, mask=here_R, other=0)
+            token_R = number_R - tl.load(copy.table + 1)
+            is_old_R, is_new_R = here_R & (token_R < 0), here_R & (token_R >= 0)
+            at_R = number_R.to(tl.int32)
+            page_R = tl.load(pages + at_R // copy.size, mask=is_old_R, other=0).to(tl.int64)
+            old_R = copy.slots + page_R * copy.page + (at_R % copy.size).to(tl.int64) * copy.width
+            new_R, to_R = copy.new + token_R * copy.stride, copy.out + row_R * copy.width
+            if (TILES >> (5 * i)) & 16:
+                move_tile(old_R, new_R, to_R, is_old_R, is_new_R, 0, BW, BW, True)
+            else:
+                for first in range(0, copy.width, BW):
+                    move_tile(old_R, new_R, to_R, is_old_R, is_new_R, first, copy.width, BW, False)
+
+
+@triton.jit
+def store_tile(new_R, to_R, here_R, first, width, BW: tl.constexpr, EXACT: tl.constexpr):
+    """Copy columns first .. first + BW - 1 of rows where here_R. EXACT: rows have so many columns."""
+    column_1W = (first + tl.arange(0, BW))[None, :]
+    here = here_R[:, None]
+    if not EXACT:
+        here = here & (column_1W < width)
+    new_RW = tl.load(new_R[:, None] + column_1W, mask=here, other=0.0)
+    tl.store(to_R[:, None] + column_1W, new_RW.to(to_R.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def store_rows(copies, pages, COPIES: tl.constexpr, TILES: tl.constexpr, ELEMENTS: tl.constexpr):
     """Store rows of tokens in slots of all tensors. Grid: as `gather_rows`. table: their number W, and tokens, sequences
     and slots (W,) each."""
+    which, block = find_block(copies, COPIES, TILES, ELEMENTS)
     for i in tl.static_range(COPIES):
-        if tl.program_id(1) == i:
+        if which == i:
             copy = copies[i]
-            row_B, in_row_B, _at_B = block_rows(copy.width, BLOCK)
+            BW: tl.constexpr = 1 << ((TILES >> (5 * i)) & 15)
+            R: tl.constexpr = ELEMENTS // BW
+            row_R = block * R + tl.arange(0, R)
             rows = tl.load(copy.table)
-            here_B = row_B < rows
+            here_R = row_R < rows
             places = copy.table + 1
-            token_B = tl.load(places + row_B, mask=here_B, other=0)
-            page_B = tl.load(pages + tl.load(places + rows + row_B, mask=here_B, other=0), mask=here_B, other=0)
-            slot_B = tl.load(places + 2 * rows + row_B, mask=here_B, other=0)
-            x_B = tl.load(copy.new + token_B * copy.stride + in_row_B, mask=here_B, other=0.0)
-            to_B = copy.slots + page_B.to(tl.int64) * copy.page + slot_B * copy.width + in_row_B
-            tl.store(to_B, x_B.to(copy.slots.dtype.element_ty), mask=here_B)
+            token_R = tl.load(places + row_R, mask=here_R, other=0)
+            page_R = tl.load(pages + tl.load(places + rows + row_R, mask=here_R, other=0), mask=here_R, other=0)
+            slot_R = tl.load(places + 2 * rows + row_R, mask=here_R, other=0)
+            new_R = copy.new + token_R * copy.stride
+            to_R = copy.slots + page_R.to(tl.int64) * copy.page + slot_R * copy.width
+            if (TILES >> (5 * i)) & 16:
+                store_tile(new_R, to_R, here_R, 0, BW, BW, True)
+            else:
+                for first in range(0, copy.width, BW):
+                    store_tile(new_R, to_R, here_R, first, copy.width, BW, False)
 
 
 def make_copy(new: Tensor, slots: Tensor, out: Tensor, table: Tensor) -> Copy:
     """Return the copy of tokens (N, ..) and slots (pages, size, ..)."""
-    new = new if new[0].is_contiguous() else new.contiguous()
-    return Copy(new, new.stride(0), slots, slots.stride(0), max(1, slots.shape[1]), new[0].numel(), out, table)
+    new = new if has_whole_rows(new) else new.contiguous()
+    width = prod(new.shape[1:])
+    return Copy(new, new.stride(0), slots, slots.stride(0), max(1, slots.shape[1]), width, out, table)
+
+
+def has_whole_rows(x: Tensor) -> bool:
+    """Return whether the elements of each row x[i] lie side by side."""
+    width = 1
+    for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:])):
+        if size != 1 and stride != width:
+            return False
+        width *= size
+    return True
+
+
+def columns_of(width: int) -> int:
+    """Return the columns of a tile of rows of that width."""
+    return min(MAX_COLUMNS, 1 << (width - 1).bit_length())
+
+
+def tiles_of(widths: Sequence[int]) -> int:
+    """Return the tiles of all tensors as one number, five bits each: the logarithm of the columns, and whether they are the
+    width. A tuple of constants could not be indexed in every version of Triton."""
+    tiles = 0
+    for i, width in enumerate(widths):
+        columns = columns_of(width)
+        tiles |= (columns.bit_length() - 1 + (16 if columns == width else 0)) << (5 * i)
+    return tiles
 
 
 def launch(kernel: Any, copies: Sequence[Copy], rows: Sequence[int], page_R: Tensor) -> None:
     """Run a kernel over copies of so many rows each."""
-    most = max(count * copy.width for count, copy in zip(rows, copies, strict=True))
-    if most:
-        grid = (triton.cdiv(most, BLOCK), len(copies))
-        kernel[grid](tuple(copies), page_R, COPIES=len(copies), BLOCK=BLOCK, num_warps=8)
+    blocks = sum(-(-count // (ELEMENTS // columns_of(copy.width))) for count, copy in zip(rows, copies, strict=True))
+    if blocks:
+        tiles = tiles_of([copy.width for copy in copies])
+        options = {"COPIES": len(copies), "TILES": tiles, "ELEMENTS": ELEMENTS, "num_warps": 8}
+        open_launch(kernel, options)((blocks,), tuple(copies), page_R)
 
 
 def accepts(k_NGK: Tensor, new: Tensors, pool: Tensors, *_: Any) -> bool:
@@ -136,10 +210,10 @@ def gather_window_triton(
 @register_kernel(store_window, accepts=accepts)
 @torch.no_grad()
 def store_window_triton(k_NGK: Tensor, new: Tensors, pool: Tensors, page_R: Tensor, plan: WindowPlan) -> None:
-    """`store_window` in one launch."""
+    """`store_window` in one launch, of the same tensors in every step."""
     copies, rows = [], []
     for part, places, names in (("ring", plan.to_rings, tuple(new)), ("sink", plan.to_sinks, ("k", "v"))):
-        if len(places.token_W):
+        if pool[f"{part}.k"].shape[1]:
             copies += [make_copy(new[n], t := pool[f"{part}.{n}"], t, places.table) for n in names]
             rows += [len(places.token_W)] * len(names)
     if copies:

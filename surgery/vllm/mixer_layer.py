@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from surgery.mixers.linear import LinearMixer
 from surgery.vllm.backend import register_mixer_backend
 from surgery.vllm.mixer_state import Batch, StateLayout, Tokens, mix_batch, steps_in_place
+from surgery.vllm.warm_up import warm_up_once
 
 ATTENTION_NAME = "surgery_vllm"
 OPERATOR = "surgery_mixer"
@@ -65,10 +66,11 @@ class MixerLayer(nn.Module, MambaBase):
     def mix(self, tokens: Tokens, out_NHV: Tensor) -> None:
         """Write the outputs of a call's tokens to `out_NHV`, and the states to the cache.
 
-        Padding, and profiling runs, get zeros.
+        Padding, and profiling runs, get zeros. The first of these compiles the kernels.
         """
         metadata: Any = get_forward_context().attn_metadata
         if metadata is None:
+            warm_up_once(self.mixer, self.layout, tokens, self.row_size)
             out_NHV.zero_()
             return
         batch: Batch = metadata[self.prefix].batch

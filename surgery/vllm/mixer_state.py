@@ -35,6 +35,7 @@ from surgery.mixers.common.packed_pieces import PackedPieces
 from surgery.mixers.linear import LinearMixer, step_in_pool
 from surgery.mixers.masks.log_linear import Hierarchical, bucket_plan, count_sums
 
+ROW_NUMBERS = 16
 BUCKETS = "mask.buckets"  # the sums of log-linear attention, of which there are more the longer a sequence is
 
 
@@ -46,7 +47,7 @@ class StateLayout:
     """
 
     def __init__(self, mixer: LinearMixer, longest: int):
-        self.mask = mixer.config.mask
+        self.mask, self.longest = mixer.config.mask, longest
         self.delay = mixer.config.window + mixer.config.sinks
         device = next(mixer.parameters()).device  # the ring of a window asks the layers of its gates for their sizes
         self.shapes = {name: tuple(t.shape[1:]) for name, t in mixer.empty_state(1, device).tensors.items()}
@@ -119,6 +120,11 @@ class StateLayout:
         return torch.cat(parts, dim=1)
 
 
+def row_size(layouts: Sequence[StateLayout]) -> int:
+    """Return the numbers of a row that holds any of the layouts: a multiple of ROW_NUMBERS, for which kernels are compiled."""
+    return -(-max(layout.size for layout in layouts) // ROW_NUMBERS) * ROW_NUMBERS
+
+
 @dataclass(frozen=True)
 class Batch:
     """The requests of one call, those that decode one token first.
@@ -144,8 +150,9 @@ class Batch:
 
     @cached_property
     def piece_rows_R(self) -> Tensor:
-        """The rows of the pieces, int64."""
-        return self.rows_R[self.decodes :].long()
+        """The rows of the pieces, int64, in a tensor of their own: kernels are compiled again for an address that 16 does
+        not divide."""
+        return self.rows_R[self.decodes :].to(torch.int64, copy=True)
 
     @classmethod
     def of(cls, decodes: int, starts: list[int], lengths: list[int], rows_R: Tensor) -> Batch:

@@ -27,7 +27,7 @@ from surgery.mixers.linear_config import LinearAttention
 from surgery.mixers.sliding_window import Window, windowed_shape
 from surgery.vllm.mixer_layer import ATTENTION_NAME, OPERATOR, MixerLayer
 from surgery.vllm.mixer_slices import MixerSlices, slice_shape
-from surgery.vllm.mixer_state import StateLayout
+from surgery.vllm.mixer_state import StateLayout, row_size
 from surgery.vllm.servable import SOFTCAP, check_mixer, logit_scale
 
 
@@ -168,7 +168,7 @@ class SurgeryForCausalLM(SurgeryWindowForCausalLM, IsHybrid):
     def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> tuple[tuple[int, ...], ...]:
         """Return the shape of a request's row: the largest of all layers, because vLLM allocates one size."""
         longest = vllm_config.model_config.max_model_len
-        return ((max(StateLayout(mixer, longest).size for mixer in build_mixers(vllm_config).values()),),)
+        return ((row_size([StateLayout(mixer, longest) for mixer in build_mixers(vllm_config).values()]),),)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: Any) -> tuple[torch.dtype, ...]:

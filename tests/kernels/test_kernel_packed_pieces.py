@@ -107,21 +107,26 @@ def test_log_linear_masks_in_pages(counts, seen, block_bits):
     assert pools[1][other].isnan().all()
 
 
+# rows as wide as a tile, and narrower or wider than its columns
+ROWS = [
+    {"k": (2, 8), "v": (2, 4), "gate": (2,), "linear_k": (2, 8)},
+    {"k": (3, 5), "v": (2, 700), "gate": (3,), "beta": (1,)},
+]
+
+
+@pytest.mark.parametrize("shapes", ROWS, ids=["even", "odd"])
 @pytest.mark.parametrize(("window", "sinks"), [(8, 2), (0, 2), (8, 0)])
 @pytest.mark.parametrize(
     ("counts", "seen"), [((20,), (0,)), ((20,), (3,)), ((5, 5), (0, 30)), ((2, 0, 9), (0, 4, 7)), SMALL[0]]
 )
-def test_windows_in_pages(counts, seen, window, sinks):
+def test_windows_in_pages(counts, seen, window, sinks, shapes):
     """Copies of tokens, rings and sinks, bit for bit; what no sequence has written to its page is not read."""
     pieces, slots, generator = (
         PackedPieces(counts, seen, DEVICE),
         window + (window > 0),
         torch.Generator().manual_seed(0),
     )
-    plan, shapes = (
-        pieces.window_plan(window, sinks, slots, 64),
-        {"k": (2, 8), "v": (2, 4), "gate": (2,), "linear_k": (2, 8)},
-    )
+    plan = pieces.window_plan(window, sinks, slots, 64)
     new = {name: torch.randn(pieces.length, *shape, generator=generator).to(DEVICE) for name, shape in shapes.items()}
     page_R = torch.randperm(len(counts) + 1, generator=generator)[:-1]
     pool = {

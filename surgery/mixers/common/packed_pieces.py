@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from surgery.mixers.padding import Unpadder, zero_outside
 if TYPE_CHECKING:
     from surgery.mixers.masks.base import MaskInputs
 
+T = TypeVar("T")
 ALIGNED = 16  # numbers
 CPU_PADDING = 64  # pieces that share a group on a CPU have fewer padding tokens each
 
@@ -151,6 +152,7 @@ class PackedPieces:
         self._behind: dict[int, PackedPieces] = {}
         self._convolutions: dict[int, ConvolutionPlan] = {}
         self._tables: dict[Hashable, list[Tensor]] = {}
+        self._kept: dict[Hashable, Any] = {}
 
     def tables(
         self,
@@ -167,6 +169,13 @@ class PackedPieces:
             made = make(self._first_R, self._seen_R, self._count_R)
             self._tables[key] = send([t.to(dtype) for t in made], self.device)
         return self._tables[key]
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what make() returns, which is called once for each key: what the layers of a step share."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        kept: T = self._kept[key]
+        return kept
 
     @property
     def begins(self) -> bool:
