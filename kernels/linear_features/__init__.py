@@ -10,7 +10,7 @@ added in a fixed order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,7 +40,8 @@ SPAN = 1024  # tokens whose gradient of W one program sums
 @dataclass(frozen=True)
 class FeatureCall:
     """Tensors and sizes of a call. x (B, T, H, K) has a unit last stride; cos and sin (B, T, R) or None; w (H, U, U) or
-    None. turned: whether x after RoPE is an output. both: whether u has both forms."""
+    None. turned: whether x after RoPE is an output. both: whether u has both forms. known: x after RoPE with the strides of
+    x, if u has it without a rotation."""
 
     x: Tensor
     cos: Tensor | None
@@ -53,11 +54,12 @@ class FeatureCall:
     turned: bool
     norm: bool
     dtype: torch.dtype
+    known: Tensor | None = None
 
     @classmethod
     def make(
         cls, x: Tensor, cos: Tensor | None, sin: Tensor | None, w: Tensor | None, *, root: float, first: int, last: int,
-        both: bool, turned: bool, norm: bool, dtype: torch.dtype,
+        both: bool, turned: bool, norm: bool, dtype: torch.dtype, known: Tensor | None = None,
     ) -> FeatureCall:  # fmt: skip
         """Return the call with the strides that the kernels need."""
         if cos is not None and sin is not None:
@@ -65,7 +67,10 @@ class FeatureCall:
             sin = sin if sin.stride() == cos.stride() else sin.contiguous()
             cos = cos if sin.stride() == cos.stride() else cos.contiguous()
         w = None if w is None else w.contiguous()
-        return cls(unit_last_stride(x), cos, sin, w, root, first, last, both, turned, norm, dtype)
+        x = unit_last_stride(x)
+        if known is not None and (known.stride() != x.stride() or known.dtype != x.dtype):
+            x, known = x.contiguous(), known.to(x.dtype).contiguous()
+        return cls(x, cos, sin, w, root, first, last, both, turned, norm, dtype, known)
 
     @property
     def columns(self) -> int:
@@ -78,7 +83,10 @@ class FeatureCall:
         return self.columns * (1 if self.w is None else 2)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return x, cos, sin and W as kernel arguments; x stands for those that the call does not read."""
+        """Return x, cos, sin and W as kernel arguments; x stands for those that the call does not read, and x after RoPE
+        in place of cos if it is known."""
+        if self.known is not None:
+            return self.x, self.known, self.x, self.x if self.w is None else self.w
         return self.x, *(self.x if t is None else t for t in (self.cos, self.sin, self.w))
 
     def sizes(self) -> tuple[int, ...]:
@@ -90,7 +98,7 @@ class FeatureCall:
         """Return the compile-time constants of all kernels."""
         rotated = 0 if self.cos is None else self.cos.shape[-1]
         precision = None if self.x.dtype == torch.bfloat16 else "tf32x3"
-        shape = {"K": self.x.shape[-1], "U": self.columns, "R": rotated, "BOTH": self.both}
+        shape = {"K": self.x.shape[-1], "U": self.columns, "R": rotated, "BOTH": self.both if self.known is None else 2}
         return {**shape, "PRECISION": precision}
 
     def tile_options(self, elements: int) -> dict[str, Any]:
@@ -202,7 +210,12 @@ FEATURES_OP = CustomOp(
 
 # -- registration ------------------------------------------------------------------------------------
 def accepts(
-    x_BTHK: Tensor, rotation: Rotation | None, feature_map: FeatureMap, position_BT: Tensor, plan: FeaturePlan
+    x_BTHK: Tensor,
+    rotation: Rotation | None,
+    feature_map: FeatureMap,
+    position_BT: Tensor,
+    plan: FeaturePlan,
+    known_BTHK: Tensor | None = None,
 ) -> bool:
     """Return whether the kernels compute this call: Hedgehog or identity features of as many heads as x has."""
     columns = x_BTHK.shape[-1] * (2 if plan.form == "both" else 1)
@@ -220,13 +233,22 @@ def accepts(
 
 @register_kernel(linear_features, accepts=accepts)
 def linear_features_triton(
-    x_BTHK: Tensor, rotation: Rotation | None, feature_map: FeatureMap, position_BT: Tensor, plan: FeaturePlan
+    x_BTHK: Tensor,
+    rotation: Rotation | None,
+    feature_map: FeatureMap,
+    position_BT: Tensor,
+    plan: FeaturePlan,
+    known_BTHK: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (features in the plan's dtype, x of the softmax branch); arguments as in `linear_features`."""
     w = None
     if isinstance(feature_map, HedgehogMap):
         w = feature_map.query_HKK if plan.side == "queries" else feature_map.key_GKK
     cos, sin = (None, None) if rotation is None else rotation
+    near_BTHK = x_BTHK if known_BTHK is None else known_BTHK
+    is_recorded = torch.compiler.is_compiling() or needs_gradients(x_BTHK, w, known_BTHK)
+    if is_recorded and known_BTHK is not None:  # the backward pass knows one tensor
+        x_BTHK, plan, known_BTHK = torch.cat([x_BTHK, known_BTHK], dim=-1), replace(plan, form="given"), None
     options: dict[str, Any] = {
         "root": plan.root,
         "first": plan.first,
@@ -238,8 +260,8 @@ def linear_features_triton(
     }
     if torch.compiler.is_compiling():
         features, turned = FEATURES_OP(x_BTHK, cos, sin, w, *options.values())
-    elif not needs_gradients(x_BTHK, w):
-        features, turned = launch_forward(FeatureCall.make(x_BTHK, cos, sin, w, **options))
+    elif not is_recorded:
+        features, turned = launch_forward(FeatureCall.make(x_BTHK, cos, sin, w, **options, known=known_BTHK))
     else:
         features, turned = FeaturesFunction.apply(x_BTHK, w, cos, sin, options)
-    return features, turned if plan.rotated else x_BTHK
+    return features, turned if plan.rotated else near_BTHK

@@ -33,11 +33,17 @@ def _load_rotated(
 
 @triton.jit
 def _load_u(x_M, cos_M, sin_M, ok_M, n_N, K: tl.constexpr, U: tl.constexpr, R: tl.constexpr, BOTH: tl.constexpr):
-    """Return columns n_N of u (M, N): x, and with BOTH x after RoPE behind it."""
-    if BOTH:
+    """Return columns n_N of u (M, N): x, and with BOTH x after RoPE behind it, which cos_M points to if BOTH is 2."""
+    if BOTH == 2:
+        x_MN = tl.load(x_M[:, None] + n_N[None, :], mask=ok_M[:, None] & (n_N < K)[None, :], other=0.0)
+        ok_N = (n_N >= K) & (n_N < U)
+        turned_MN = tl.load(cos_M[:, None] + (n_N - K)[None, :], mask=ok_M[:, None] & ok_N[None, :], other=0.0)
+        return tl.where((n_N < K)[None, :], x_MN, turned_MN)
+    elif BOTH:
         at_N = tl.where(n_N >= K, n_N - K, n_N)
         return _load_rotated(x_M, cos_M, sin_M, ok_M, at_N, n_N >= K, n_N < U, R, True)
-    return _load_rotated(x_M, cos_M, sin_M, ok_M, n_N, n_N < 0, n_N < U, R, False)
+    else:
+        return _load_rotated(x_M, cos_M, sin_M, ok_M, n_N, n_N < 0, n_N < U, R, False)
 
 
 @triton.jit
@@ -95,6 +101,7 @@ def features_forward(
     """Compute features out_BHLF of tokens first .. last - 1 and, if TURNED, x after RoPE (B, T, H, K) of all tokens.
 
     Grid: B * H times tiles of M tokens, on one axis, as the second has 65,535 programs at most. MAP: whether W is there.
+    BOTH: 2 if cos is x after RoPE, with the strides of x.
     """
     tiles = tl.cdiv(T, M)
     lane = (tl.program_id(0) // tiles).to(tl.int64)
@@ -102,32 +109,36 @@ def features_forward(
     t_M = (tl.program_id(0) % tiles * M + tl.arange(0, M)).to(tl.int64)
     ok_M = t_M < T
     x_M, cos_M, sin_M = _token_rows(x, cos, sin, b, h, t_M, x_b, x_t, x_h, cos_b, cos_t)
+    if BOTH == 2:
+        cos_M = cos + b * x_b + t_M * x_t + h * x_h
     if TURNED:
         for n in range(0, K, N):
             n_N = n + tl.arange(0, N)
             turned_MN = _load_rotated(x_M, cos_M, sin_M, ok_M, n_N, n_N >= 0, n_N < K, R, True)
             at_MN = turned + ((b * T + t_M) * H + h)[:, None] * K + n_N[None, :]
             tl.store(at_MN, turned_MN, mask=ok_M[:, None] & (n_N < K)[None, :])
-    f_F = tl.arange(0, BF)
-    ok_F = f_F < U
-    kept = ((t_M >= first) & (t_M < last))[:, None] & ok_F[None, :]
-    row_M = lane * (last - first) + t_M - first
-    if MAP:
-        y_MF = root * _products(
-            x_M, cos_M, sin_M, ok_M, w + h * U * U, f_F, K, U, R, BOTH, M, BF, N, SPLIT, PRECISION
-        )  # fmt: skip
-        up_MF, down_MF = _signed_softmax(y_MF, ok_F)
-        if NORM:
-            scale_M = tl.rsqrt(tl.sum(up_MF * up_MF + down_MF * down_MF, 1) + 1e-6)
-            up_MF, down_MF = up_MF * scale_M[:, None], down_MF * scale_M[:, None]
-        at_MF = out + row_M[:, None] * (2 * U) + f_F[None, :]
-        tl.store(at_MF, up_MF.to(out.dtype.element_ty), mask=kept)
-        tl.store(at_MF + U, down_MF.to(out.dtype.element_ty), mask=kept)
-    else:
-        u_MF = root * _load_u(x_M, cos_M, sin_M, ok_M, f_F, K, U, R, BOTH).to(tl.float32)
-        if NORM:
-            u_MF = u_MF * tl.rsqrt(tl.sum(u_MF * u_MF, 1) + 1e-6)[:, None]
-        tl.store(out + row_M[:, None] * U + f_F[None, :], u_MF.to(out.dtype.element_ty), mask=kept)
+    start = tl.program_id(0) % tiles * M
+    if (start < last) & (start + M > first):  # else no token of the tile has features
+        f_F = tl.arange(0, BF)
+        ok_F = f_F < U
+        kept = ((t_M >= first) & (t_M < last))[:, None] & ok_F[None, :]
+        row_M = lane * (last - first) + t_M - first
+        if MAP:
+            y_MF = root * _products(
+                x_M, cos_M, sin_M, ok_M, w + h * U * U, f_F, K, U, R, BOTH, M, BF, N, SPLIT, PRECISION
+            )  # fmt: skip
+            up_MF, down_MF = _signed_softmax(y_MF, ok_F)
+            if NORM:
+                scale_M = tl.rsqrt(tl.sum(up_MF * up_MF + down_MF * down_MF, 1) + 1e-6)
+                up_MF, down_MF = up_MF * scale_M[:, None], down_MF * scale_M[:, None]
+            at_MF = out + row_M[:, None] * (2 * U) + f_F[None, :]
+            tl.store(at_MF, up_MF.to(out.dtype.element_ty), mask=kept)
+            tl.store(at_MF + U, down_MF.to(out.dtype.element_ty), mask=kept)
+        else:
+            u_MF = root * _load_u(x_M, cos_M, sin_M, ok_M, f_F, K, U, R, BOTH).to(tl.float32)
+            if NORM:
+                u_MF = u_MF * tl.rsqrt(tl.sum(u_MF * u_MF, 1) + 1e-6)[:, None]
+            tl.store(out + row_M[:, None] * U + f_F[None, :], u_MF.to(out.dtype.element_ty), mask=kept)
 
 
 @triton.jit

@@ -289,12 +289,13 @@ class LinearMixer(Mixer):
         self, q_BGJTF: Tensor, written: Tensors, written_BL: Tensor, signals: Signals, far: PackedPieces
     ) -> MaskInputs:
         """Return the inputs of the mask of queries with these features. written_BL: positions of the written tokens."""
-        k_BLGK = written["linear_k" if "linear_k" in written else "k"]
-        if self.rope == "both":
-            k_BLGK = torch.cat([k_BLGK, written["k"]], dim=-1)
-        plan = replace(self._feature_plan(written["v"], far.length), side="keys", copies=self.key_copies)
-        plan = replace(plan, form="given", rotated=False)
-        k_BGLF, _ = linear_features(k_BLGK, None, self.feature_map, written_BL, plan)
+        k_BLGK, known = (
+            written["linear_k" if "linear_k" in written else "k"],
+            written["k"] if self.rope == "both" else None,
+        )
+        plan = self._feature_plan(written["v"], far.length)
+        plan = replace(plan, side="keys", copies=self.key_copies, rotated=False)
+        k_BGLF, _ = linear_features(k_BLGK, None, self.feature_map, written_BL, plan, known)
         sizes = far.zero_1, far.unpadder.count_B
         row = self._mask_rows(q_BGJTF, k_BGLF, written, signals, *sizes, dtype=matmul_dtype(written["v"]))
         return to_matmul_dtype(row, written["v"])

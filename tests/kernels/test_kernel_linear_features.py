@@ -3,6 +3,7 @@ float64, outputs and every gradient."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -232,3 +233,27 @@ def test_one_graph():
     with use_kernels("kernel"):
         for ours, eager in zip(compiled(*given), run(*given)):
             assert (ours - eager).norm() <= 1e-5 * eager.norm()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_keys_after_rope_that_are_known(mapped, grad):
+    """Features of both forms without a copy that has them side by side; with gradients there is one."""
+    torch.manual_seed(0)
+    x, known = (torch.randn(1, 37, 3, 20, dtype=torch.float64, device=DEVICE) for _ in range(2))
+    feature_map = (HedgehogMap if mapped else IdentityMap)(
+        (Hedgehog if mapped else Identity)(), AttentionShape(8, 3, 3, 40, 20, 0.3)
+    ).to(DEVICE, torch.float64)  # fmt: skip
+    if isinstance(feature_map, HedgehogMap):
+        feature_map.key_GKK.data.normal_()
+    plan = FeaturePlan("keys", "both", False, 0.3**0.5, True, 4, 30, 1, torch.float32)
+    position_BT = torch.zeros(1, 37, device=DEVICE)
+    wanted, _ = linear_features(x, None, feature_map, position_BT, plan, known)
+    joined = torch.cat([x, known], dim=-1)
+    plain, _ = linear_features(joined, None, feature_map, position_BT, dataclasses.replace(plan, form="given"))
+    torch.testing.assert_close(wanted, plain, rtol=0, atol=0)
+    single = feature_map.float(), x.float().transpose(1, 2).contiguous().transpose(1, 2), known.float()
+    with use_kernels("kernel"), record_dispatch() as taken, torch.set_grad_enabled(grad):
+        got, near = linear_features(single[1], None, single[0], position_BT, plan, single[2].requires_grad_(grad))
+    assert taken == {"linear_features"} and got.requires_grad == grad and near is single[2]
+    assert (got.double() - wanted).norm() / wanted.norm() < 1e-5

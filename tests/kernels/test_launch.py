@@ -116,7 +116,8 @@ def test_the_key_tells_apart_what_triton_does():
     for unread in (False, True):
         keys, wanted = [], []
         for n in numbers:
-            describe_arguments((n,), key := [], frozenset((0,) if unread else ()))
+            key: list[Any] = []
+            describe_arguments((n,), key, frozenset((0,) if unread else ()))
             keys.append(tuple(key))
             wanted.append(native.native_specialize_impl(backend, n, False, not unread, True))
         for i in range(len(numbers)):

@@ -44,13 +44,19 @@ class FeaturePlan:
 
 @dispatched
 def linear_features(
-    x_BTHK: Tensor, rotation: Rotation | None, feature_map: FeatureMap, position_BT: Tensor, plan: FeaturePlan
+    x_BTHK: Tensor,
+    rotation: Rotation | None,
+    feature_map: FeatureMap,
+    position_BT: Tensor,
+    plan: FeaturePlan,
+    known_BTHK: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (features (B, H, last - first, F), x of the softmax branch (B, T, H, K)).
 
-    rotation: cos and sin (B, T, R), None if the plan needs none. position_BT: of all tokens.
+    rotation: cos and sin (B, T, R), None if the plan needs none. position_BT: of all tokens. known_BTHK: x after RoPE, if a
+    plan of both forms does not rotate.
     """
-    rotated_BTHK = x_BTHK
+    rotated_BTHK = x_BTHK if known_BTHK is None else known_BTHK
     if plan.rotated:
         assert rotation is not None
         rotated_BTHK = apply_rope(x_BTHK, *rotation)
