@@ -309,6 +309,7 @@ class LogLinearDeltaPlan(DeltaPlan):
                 self.down(level, t, (read, do), PairBuffers(down, above, into, ending), store)
             assert down is not None
             self._gather((low, high), t, (read, do), states, down, sums)
+        sums = sums._replace(dlevel=sums.dlevel.sum(4))
         dq, dv, dt = self._chunk_gradients(do, t, sums)
         gradients = WYOutputGradients(sums.dw, sums.du, sums.dk, sums.dc, dt, dv)
         dk, dv, dbeta, dgates = launch_wy_backward(self, t, gradients)
@@ -439,9 +440,18 @@ class LogLinearDeltaPlan(DeltaPlan):
             self.q.shape[3], pairs, s.J, **self.level_options | s.state_kernel, **grads.flags, num_warps=s.warps(8192), num_stages=s.stages(2),
         )  # fmt: skip
 
+    @property
+    def gather_block(self) -> int:
+        """Features in a block of `gather_gradients`."""
+        s = self.sizes
+        if s.block_k == 128 and s.dtype != torch.float32:  # x, y and d_out are read once
+            return 128
+        return s.features
+
     def _empty_sums(self) -> GatheredGradients:
         s, wide = self.sizes, torch.float32
-        dlevel = torch.zeros(self.level.shape, dtype=wide, device=self.k.device)
+        shape = *self.level.shape[:4], -(-s.K // self.gather_block), self.level.shape[4]
+        dlevel = torch.zeros(shape, dtype=wide, device=self.k.device)
         matrices = s.buffer(s.C, s.K, dtype=wide), s.buffer(s.C, s.K), s.buffer(s.V, s.C)
         dc = s.buffer(self.parts, s.C, dtype=wide).zero_()  # `gather_gradients` may store fewer parts
         return GatheredGradients(*matrices, s.buffer(s.J, s.C, s.K), dlevel, dc)
@@ -453,10 +463,8 @@ class LogLinearDeltaPlan(DeltaPlan):
         """Run `gather_gradients` on all chunks. reads: (R, d_out)."""
         s, (low, high), (read, do) = self.sizes, group, reads
         flags = {"BUCKET": self.bucket_lRGKV is not None, "ADD": high < self.levels, "OWN": low == 0}
-        block, warps = s.features, 4
-        if s.block_k == 128 and s.dtype != torch.float32:  # x, y and d_out are read once
-            block, warps = 128, 8
-        tiles = {"BX": block, "BV": min(32, s.wide_block), "num_warps": warps}
+        block = self.gather_block
+        tiles = {"BX": block, "BV": min(32, s.wide_block), "num_warps": 8 if block == 128 else 4}
         gather_gradients[(s.R * s.N, s.G, -(-s.K // block))](
             GroupTensor.from_tensor(self.k), HeadTensor.from_tensor(do), LevelTensor.from_tensor(self.level), s.table,
             t.c, t.u, read, states, sums, down, low, high, self.top, self.q.shape[3], s.N, s.J, s.most[0],

@@ -186,6 +186,24 @@ def test_many_features_large(features, values, dtype):
     check_log_linear((2, 2, 2, 300, features, values, False), "extreme", dtype, starts=(21, 1009))
 
 
+@pytest.mark.parametrize("features, values", [(24, 32), (136, 16)])
+def test_the_order_of_programs_changes_no_bit(monkeypatch, features, values):
+    """Backward by slots, and level by level with three blocks of features; the interpreter runs one program after another."""
+    from triton.runtime import interpreter
+
+    leaves = draw(1, 1, 2, 70, features, values, False)
+    leaves["level"] = 0.1 + torch.rand(1, 70, 1, 2, 3, device=DEVICE)  # levels above chunks share the last one
+    call, dtype = log_linear_call(1, (45,), 32, 3), torch.float32
+    forwards, set_index = run(call, leaves, dtype, "kernel"), interpreter.InterpreterBuilder.set_grid_idx
+
+    def from_behind(self, *index: int) -> None:
+        set_index(self, *(size - 1 - i for size, i in zip(self.grid_dim, index, strict=True)))
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "set_grid_idx", from_behind)
+    backwards = run(call, leaves, dtype, "kernel")
+    assert all(torch.equal(t, backwards[name]) for name, t in forwards.items())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "shape, levels, starts, gates",
