@@ -7,9 +7,9 @@ rule (kernels/gated_delta/wy.py), then outputs (kernels/log_linear_delta/chunk.p
 the slots of a Fenwick tree over chunks, each stored once, and one pass in which every chunk reads its slots
 (kernels/log_linear_delta/slots.py). Their backward, off until it has run on a GPU (`plan.SLOTS_BACKWARD`): every
 slot's gradient once, from all chunks that read it, then the tree from its root to the chunks
-(kernels/log_linear_delta/slot_gradients.py). Rows with a past, features of more than twice the values, and backward
-those of more than the values or three and more query heads of a group: the tree level by level
-(kernels/log_linear_delta/levels.py). The backward recomputes the states; only the inputs are saved.
+(kernels/log_linear_delta/slot_gradients.py). The tree level by level (kernels/log_linear_delta/levels.py): rows with a
+past, features of more than twice the values, and backward those of more than the values, three and more query heads of
+a group, or more reads of slots than fit into memory. The backward recomputes the states; only the inputs are saved.
 Shapes as in kernels/gated_delta/__init__.py; level (B, T, G, J, L): lambdas.
 
 Counted floor for 64 tokens of a head, 256 chunks, V = K = 128, bf16: KiB moved between GPU memory and programs, where

@@ -20,7 +20,8 @@ w S and y = -e K dS' of every level at which the chunk reads:
     dK = e u dS_own^T + sum_l x_l dS'_l^T      dw = sum_l y_l S_l^T      du = e K dS_own      gamma sum_l <S_l, dS'_l>
     dR_j = sum_l diag(lambda_j^(l)) dO_j S_l^T                dlambda_j^(l) = row sums of R_j . dO_j S_l^T
 
-A program has a block of features; sums over features, of dc and dlambda, are stored in parts.
+A program has a block of features; sums over features, of dc and dlambda, are stored in parts, so that the order of the
+programs changes no bit.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class LevelStates(NamedTuple):
 class GatheredGradients(NamedTuple):
     """Sums of `gather_gradients` over levels.
 
-    Per chunk: dk and dw (C, K), du^T (V, C), dread (J, C, K), dc (parts, C). Per token: dlevel (B, T, G, J, L). dk,
-    dlevel and dc are float32.
+    Per chunk: dk and dw (C, K), du^T (V, C), dread (J, C, K), dc (parts, C). Per token: dlevel (B, T, G, J, blocks of
+    features, L). dk, dlevel and dc are float32.
     """
 
     dk: Tensor
@@ -390,7 +391,8 @@ def gather_gradients(
             dread_CX += load_matrix(sums.dread + at_j, C, K, first, C, BX)
         do_here = do.ptr + batch * do.b + g * do.g + (0 * g + j) * do.j
         at_l = level.ptr + batch * level.b + t_C * level.t + g * level.g + (0 * g + j) * level.j
-        dlambda = sums.dlevel + ((batch * T + t_C) * G + g) * J * LAMBDAS + j * LAMBDAS
+        token_C = ((batch * T + t_C) * G + g) * J + j
+        dlambda = sums.dlevel + (token_C * ((K + BX - 1) // BX) + tl.program_id(2)) * LAMBDAS
         for lev in range(low, high):
             if has_left(a0, n, lev, BUCKET):
                 seen_CX = tl.zeros([C, BX], tl.float32)

@@ -46,6 +46,9 @@ MOST_TRANSITION_BYTES = 32 * 1024
 # The backward through slots: whether it is used (not before it has run on a GPU; tests turn it on), and the most query
 # heads of a group. With them the products of a read grow from 5 to 5 J, where those of a level grow from 8 to 6 + 2 J.
 SLOTS_BACKWARD, MOST_SLOT_HEADS = False, 2
+# Share of the free memory that the reads of slots may take. They grow with n log2(n) for n chunks, and no part of them is
+# done without the others: where they take more, the backward goes level by level, in groups that fit.
+SLOTS_MEMORY_SHARE = 1 / 4
 
 
 @dataclass(frozen=True)
@@ -126,13 +129,18 @@ class LogLinearDeltaPlan(DeltaPlan):
         """q, k, v, beta and level as kernel arguments."""
         return *self.queries_keys, *self.values_beta, LevelTensor.from_tensor(self.level)
 
+    @property
+    def free_memory(self) -> int:
+        """Bytes of the device that no tensor takes."""
+        if not self.k.is_cuda:
+            return 2**34
+        total: int = torch.cuda.get_device_properties(self.k.device).total_memory
+        return total - torch.cuda.memory_allocated(self.k.device)
+
     def groups(self, share: float) -> list[tuple[int, int]]:
         """Return (low, high) of the groups of levels whose states fit together into this share of the free memory."""
-        s, memory = self.sizes, 2**34
-        if self.k.is_cuda:
-            memory = torch.cuda.get_device_properties(self.k.device).total_memory
-            memory -= torch.cuda.memory_allocated(self.k.device)
-        size = max(2, int(memory * share) // (s.most[0] * s.G * s.K * s.V * self.v.element_size()))
+        s = self.sizes
+        size = max(2, int(self.free_memory * share) // (s.most[0] * s.G * s.K * s.V * self.v.element_size()))
         return [(low, min(low + size, self.levels)) for low in range(0, max(self.levels, 1), size)]
 
     def allocate_kept(self, groups: list[tuple[int, int]], size: int) -> Tensor:
@@ -301,6 +309,7 @@ class LogLinearDeltaPlan(DeltaPlan):
                 self.down(level, t, (read, do), PairBuffers(down, above, into, ending), store)
             assert down is not None
             self._gather((low, high), t, (read, do), states, down, sums)
+        sums = sums._replace(dlevel=sums.dlevel.sum(4))
         dq, dv, dt = self._chunk_gradients(do, t, sums)
         gradients = WYOutputGradients(sums.dw, sums.du, sums.dk, sums.dc, dt, dv)
         dk, dv, dbeta, dgates = launch_wy_backward(self, t, gradients)
@@ -314,13 +323,24 @@ class LogLinearDeltaPlan(DeltaPlan):
     def has_slots_backward(self) -> bool:
         """Whether the backward goes through slots (kernels/log_linear_delta/slot_gradients.py) instead of every level:
         where the forward reads slots and there is more than one chunk, for features up to the values and few query
-        heads of a group.
+        heads of a group, if the reads of slots fit into memory.
 
         With twice as many features as values, the products with transitions are a third more than those of the levels.
         Each query head takes its rows through every slot that it reads, where states pass through levels once for all.
         """
         s = self.sizes
-        return SLOTS_BACKWARD and self.has_slots and self.levels > 0 and s.K <= s.V and s.J <= MOST_SLOT_HEADS
+        if not (SLOTS_BACKWARD and self.has_slots and self.levels > 0 and s.K <= s.V and s.J <= MOST_SLOT_HEADS):
+            return False
+        size = 2 * self.most_reads * s.G * s.J * s.C * s.K * self.v.element_size()
+        return size <= self.free_memory * SLOTS_MEMORY_SHARE
+
+    @property
+    def most_reads(self) -> int:
+        """A bound of all reads of slots by chunks. A row of n chunks from number 0 on has at most n log2(n) / 2 reads; from
+        another number on, n more.
+        """
+        s = self.sizes
+        return (s.most[0] * (s.N - 1).bit_length() + 1) // 2 + s.most[0] * (self.levels > self.top)
 
     def slots_backward(self, do: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v, beta, gates and level."""
@@ -353,8 +373,10 @@ class LogLinearDeltaPlan(DeltaPlan):
     ) -> SegmentGradients:  # fmt: skip
         """Return the gradients of slots from what reads them, as those of left segments; fill dread, add to dlevel."""
         s, J = self.sizes, self.sizes.J
-        firsts, most = self.slot_reads()
-        reads, dreads = (torch.empty(most, s.G, J, s.C, s.K, dtype=s.dtype, device=do.device) for _ in range(2))
+        firsts = self.first_reads()
+        reads, dreads = (
+            torch.empty(self.most_reads, s.G, J, s.C, s.K, dtype=s.dtype, device=do.device) for _ in range(2)
+        )
         wide = {"BV": min(128, max(16, triton.next_power_of_2(s.V)))}
         outputs, level = HeadTensor.from_tensor(do), LevelTensor.from_tensor(self.level)
         read_backward[(s.R * s.N, s.G * J)](
@@ -372,11 +394,11 @@ class LogLinearDeltaPlan(DeltaPlan):
         )  # fmt: skip
         return grads
 
-    def slot_reads(self) -> tuple[Tensor, int]:
-        """Return (firsts (R, N): the reads of slots before those of each border's slot, a bound of all reads).
+    def first_reads(self) -> Tensor:
+        """Return the reads of slots before those of each border's slot, (R, N).
 
         The slot of border n, of chunk number e, is read by as many chunks as the lowest set bit of e says, if the row
-        has them. A row of n chunks from number 0 on has at most n log2(n) / 2 reads; from another number on, n more.
+        has them.
         """
         s, table = self.sizes, self.sizes.table
         start_R1, tokens_R1 = table[:, 3:4], table[:, 2:3]
@@ -385,8 +407,7 @@ class LogLinearDeltaPlan(DeltaPlan):
         e_RN = (start_R1 // s.C & ((1 << self.top) - 1)) + n_N
         reads_RN = torch.minimum(e_RN & -e_RN, chunks_R1 - n_N).clamp_min_(0).mul_(n_N > 0)
         every_RN = reads_RN.flatten().cumsum(0).view_as(reads_RN)
-        most = (s.most[0] * (s.N - 1).bit_length() + 1) // 2 + s.most[0] * (self.levels > self.top)
-        return every_RN - reads_RN, most
+        return every_RN - reads_RN
 
     def reads(self, t: WYTerms) -> Tensor:
         """Return R (chunks, G, J, C, K) of every chunk and query head."""
@@ -419,9 +440,18 @@ class LogLinearDeltaPlan(DeltaPlan):
             self.q.shape[3], pairs, s.J, **self.level_options | s.state_kernel, **grads.flags, num_warps=s.warps(8192), num_stages=s.stages(2),
         )  # fmt: skip
 
+    @property
+    def gather_block(self) -> int:
+        """Features in a block of `gather_gradients`."""
+        s = self.sizes
+        if s.block_k == 128 and s.dtype != torch.float32:  # x, y and d_out are read once
+            return 128
+        return s.features
+
     def _empty_sums(self) -> GatheredGradients:
         s, wide = self.sizes, torch.float32
-        dlevel = torch.zeros(self.level.shape, dtype=wide, device=self.k.device)
+        shape = *self.level.shape[:4], -(-s.K // self.gather_block), self.level.shape[4]
+        dlevel = torch.zeros(shape, dtype=wide, device=self.k.device)
         matrices = s.buffer(s.C, s.K, dtype=wide), s.buffer(s.C, s.K), s.buffer(s.V, s.C)
         dc = s.buffer(self.parts, s.C, dtype=wide).zero_()  # `gather_gradients` may store fewer parts
         return GatheredGradients(*matrices, s.buffer(s.J, s.C, s.K), dlevel, dc)
@@ -433,10 +463,8 @@ class LogLinearDeltaPlan(DeltaPlan):
         """Run `gather_gradients` on all chunks. reads: (R, d_out)."""
         s, (low, high), (read, do) = self.sizes, group, reads
         flags = {"BUCKET": self.bucket_lRGKV is not None, "ADD": high < self.levels, "OWN": low == 0}
-        block, warps = s.features, 4
-        if s.block_k == 128 and s.dtype != torch.float32:  # x, y and d_out are read once
-            block, warps = 128, 8
-        tiles = {"BX": block, "BV": min(32, s.wide_block), "num_warps": warps}
+        block = self.gather_block
+        tiles = {"BX": block, "BV": min(32, s.wide_block), "num_warps": 8 if block == 128 else 4}
         gather_gradients[(s.R * s.N, s.G, -(-s.K // block))](
             GroupTensor.from_tensor(self.k), HeadTensor.from_tensor(do), LevelTensor.from_tensor(self.level), s.table,
             t.c, t.u, read, states, sums, down, low, high, self.top, self.q.shape[3], s.N, s.J, s.most[0],

@@ -64,8 +64,15 @@ def read_bits(path: Path) -> BitsRecipe:
     if path.stat().st_size > MAX_BYTES:
         raise SurgeryError(f"--rules: {path} must have at most {MAX_BYTES:,} bytes (got {path.stat().st_size:,})")
     try:
-        return BitsRecipe.model_validate(read_yaml(path.read_text(encoding="utf-8", errors="replace")))
-    except ValidationError as error:
-        raise validation_error(error, str(path), BitsRecipe) from None
+        data = read_yaml(path.read_text(encoding="utf-8", errors="replace"))
     except ValueError as error:
         raise SurgeryError(f"{path} is not YAML: {error}") from None
+    if not isinstance(data, dict):
+        raise SurgeryError(
+            f"--rules: {path} must be a mapping with a list of rules (got {data!r:.60}). Write one, for example rules: "
+            "[{match: mlp.down, bits: 4, group: 64}]"
+        )
+    try:
+        return BitsRecipe.model_validate(data)
+    except ValidationError as error:
+        raise validation_error(error, str(path), BitsRecipe) from None

@@ -519,17 +519,29 @@ def load_recipe(name: str, overrides: list[str] | tuple[str, ...] = ()) -> Conve
 def parse_recipe(text: str, where: str, overrides: list[str] | tuple[str, ...] = ()) -> ConversionRecipe:
     """Parse and validate a recipe's YAML text. `where` names it in error messages."""
     try:
-        data = read_yaml(text) or {}
+        data = read_yaml(text)
     except ValueError as error:
         raise SurgeryError(f"recipe {where} is not YAML: {error}") from None
-    if not isinstance(data, dict):
-        raise SurgeryError(f"recipe {where} must be a mapping of keys to values, not a {type(data).__name__}")
+    check_mapping(data, where, "structure: btt")
     if overrides:  # in today's words, so that an override and the recipe name a key alike
         data, notes = renew_recipe(data)
         warn_renamed(notes)
     for override in overrides:
         _apply_override(data, override)
     return validate_recipe(data, " with override ".join([where, *overrides]))
+
+
+def check_mapping(data: Any, where: str, example: str) -> None:
+    """Raise SurgeryError if the YAML of a recipe is no mapping. example: of a line, for the error message."""
+    if data is None:
+        raise SurgeryError(
+            f"recipe {where} has no keys (got an empty file, or comments only). Write keys into it, for example {example}, "
+            "or give a shipped recipe by name"
+        )
+    if not isinstance(data, dict):
+        raise SurgeryError(
+            f"recipe {where} must be a mapping of keys to values (got {data!r:.60}). Write keys, for example {example}"
+        )
 
 
 def validate_recipe(data: dict[str, Any], where: str) -> ConversionRecipe:

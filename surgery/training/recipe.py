@@ -29,7 +29,7 @@ from surgery.core.config import (
     validation_error,
 )
 from surgery.core.errors import SurgeryError, suggestion
-from surgery.planning.recipe import recipes_folder
+from surgery.planning.recipe import check_mapping, recipes_folder
 from surgery.planning.renamed import OLD_HEALING_RECIPES, renew_healing_path, renew_healing_recipe, warn_renamed
 from surgery.training.data.recipe import DataConfig
 from surgery.training.stages import STAGES, StageConfig
@@ -252,6 +252,5 @@ def _read_yaml_mapping(path: Path) -> dict[str, Any]:
         data = read_yaml(path.read_text(encoding="utf-8", errors="replace"))
     except ValueError as error:
         raise SurgeryError(f"recipe {path} is not YAML: {error}") from None
-    if not isinstance(data, dict):
-        raise SurgeryError(f"recipe {path} must be a mapping of keys to values")
-    return data
+    check_mapping(data, str(path), "stages: [{kind: lm, tokens: 20M, rate: 1e-4}]")
+    return dict(data)

@@ -216,6 +216,13 @@ SLIPS = [
     (("plan", "{llama}/config.json", "-r", "btt-half"), "is a file; give a checkpoint folder"),
     (("plan", "{llama}", "-r", "btt-haf"), "did you mean 'btt-half'?"),
     (("plan", "{llama}", "-r", "{tmp}/none.yaml"), "recipe file {tmp}/none.yaml does not exist"),
+    (("plan", "{llama}", "-r", "{empty}"), "recipe {empty} has no keys (got an empty file, or comments only). Write keys into it"),
+    (("plan", "{llama}", "-r", "{empty}", "--keep", "0.7"), "recipe {empty} has no keys"),
+    (("convert", "{llama}", "-r", "{empty}", "--calibration", "a.txt", "--out", "{tmp}/out"), "recipe {empty} has no keys"),
+    (("run", "{llama}", "-r", "{empty}", "--out", "{tmp}/run"), "recipe {empty} has no keys"),
+    (("finetune", "{converted}", "-r", "{empty}", "--out", "{tmp}/out"), "recipe {empty} has no keys"),
+    (("pretrain", "-r", "{empty}", "--out", "{tmp}/out"), "recipe {empty} has no keys"),
+    (("quantize", "{llama}", "--rules", "{empty}", "--out", "{tmp}/out"), "--rules: {empty} must be a mapping with a list of rules (got None)"),
     (("plan", "{llama}", "-r", "btt-half", "--set", "kep=0.5"), "unknown key 'kep'; did you mean 'keep'?"),
     (("plan", "{llama}", "-r", "btt-half", "--set", "keep"), "write key=value, for example --set keep=0.75"),
     (("plan", "{llama}", "-r", "btt-half", "--set", "structure=btu"), "unknown structure 'btu'; did you mean 'btt'?"),
@@ -289,7 +296,8 @@ def folders(checkpoints, converted, tmp_path_factory):
     (made["quantised"] / "config.json").write_text(
         json.dumps({**config, "quantization_config": {"quant_method": "gptq"}})
     )
-    return {**made, "llama": llama, "converted": ours, "tiny": TINY}
+    (root / "empty.yaml").write_text("# structure: btt\n")
+    return {**made, "llama": llama, "converted": ours, "tiny": TINY, "empty": root / "empty.yaml"}
 
 
 @pytest.mark.parametrize("words, says", SLIPS, ids=[" ".join(words)[:60] for words, _ in SLIPS])

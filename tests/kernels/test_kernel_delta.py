@@ -186,6 +186,24 @@ def test_many_features_large(features, values, dtype):
     check_log_linear((2, 2, 2, 300, features, values, False), "extreme", dtype, starts=(21, 1009))
 
 
+@pytest.mark.parametrize("features, values", [(24, 32), (136, 16)])
+def test_the_order_of_programs_changes_no_bit(monkeypatch, features, values):
+    """Backward by slots, and level by level with three blocks of features; the interpreter runs one program after another."""
+    from triton.runtime import interpreter
+
+    leaves = draw(1, 1, 2, 70, features, values, False)
+    leaves["level"] = 0.1 + torch.rand(1, 70, 1, 2, 3, device=DEVICE)  # levels above chunks share the last one
+    call, dtype = log_linear_call(1, (45,), 32, 3), torch.float32
+    forwards, set_index = run(call, leaves, dtype, "kernel"), interpreter.InterpreterBuilder.set_grid_idx
+
+    def from_behind(self, *index: int) -> None:
+        set_index(self, *(size - 1 - i for size, i in zip(self.grid_dim, index, strict=True)))
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "set_grid_idx", from_behind)
+    backwards = run(call, leaves, dtype, "kernel")
+    assert all(torch.equal(t, backwards[name]) for name, t in forwards.items())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "shape, levels, starts, gates",
@@ -216,7 +234,7 @@ def test_reads_of_slots_have_places_of_their_own(starts, lengths):
         plan = LogLinearDeltaPlan(
             *[v] * 5, sizes, level=v, bucket_lRGKV=None, extra_RGKV=None, end_R=None, levels=top + 1, top=top
         )
-        firsts, most = plan.slot_reads()
+        firsts, most = plan.first_reads(), plan.most_reads
         taken = []
         for row, begin in enumerate(start_B.tolist()):
             a0, chunks = begin // 32 % 2**top, -(-(begin % 32 + length) // 32)
@@ -226,6 +244,24 @@ def test_reads_of_slots_have_places_of_their_own(starts, lengths):
                     taken.append(int(firsts[row, e - a0]) + a - e)
                     e &= e - 1
         assert sorted(taken) == list(range(len(taken))) and len(taken) <= most
+
+
+def test_backward_by_levels_where_memory_is_short(monkeypatch):
+    """Reads of slots that take more than their share of the free memory."""
+    from surgery.kernels.gated_delta.layout import make_sizes
+    from surgery.kernels.log_linear_delta import plan as launch
+
+    monkeypatch.setattr(launch.LogLinearDeltaPlan, "free_memory", property(lambda self: 2**30))
+
+    def has_slots_backward(batch: int, length: int) -> bool:
+        v = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(batch, 32, length, 128)
+        sizes, levels = make_sizes(v.unsqueeze(2), v, 64, None, None), (length // 64 - 1).bit_length()
+        given = {"bucket_lRGKV": None, "extra_RGKV": None, "end_R": None, "levels": levels, "top": levels}
+        return launch.LogLinearDeltaPlan(*[v] * 5, sizes, level=v, **given).has_slots_backward
+
+    # 64 chunks: 192 reads of 2 x 16 KiB for each of 32 heads and each row
+    assert has_slots_backward(1, 4096) and not has_slots_backward(2, 4096)
+    assert has_slots_backward(2, 2048) and not has_slots_backward(1, 65_536)
 
 
 def test_levels_in_groups(monkeypatch):

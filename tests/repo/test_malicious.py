@@ -311,7 +311,7 @@ def test_recipes(tmp_path, name, load):
 def test_one_value_of_a_recipe(name):
     value = YAMLS[name][0].partition(": ")[2] if name not in ("bomb", "merged") else YAMLS[name][0]
     with pytest.raises(SurgeryError, match="--set"):
-        parse_recipe("", "here", [f"seed={value}"])
+        parse_recipe("{}", "here", [f"seed={value}"])
     with pytest.raises(SurgeryError, match="--set"):
         apply_override({}, f"seed={value}")
 

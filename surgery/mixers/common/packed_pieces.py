@@ -57,16 +57,17 @@ class WindowPlan(NamedTuple):
     tokens; without a ring to read they are the tokens' own. A slot that holds no token yet has no number: its place is
     taken by a token of the piece, which the softmax does not see.
 
-    uniform: whether the pieces have one length. A piece is then one block, else a block has at most that many queries of
-    one piece. reads_rings, reads_sinks: whether any stored number is one of a ring, or of an old sink. query_XC: token of
-    each query of a block, slot_N: its inverse, among the X C places. seen_X: tokens of the sequence before the block.
-    near_XY: stored numbers of the keys of a block. sink_XK: numbers of the sinks of its sequence, among R x sinks old ones
-    and the N tokens. to_rings, to_sinks: what is stored. far_query_L, far_written_L: numbers of the tokens whose queries
-    read a state (`PackedPieces.behind`), and stored numbers of the tokens that are written just before, which have the
-    positions far_position_L. far_slice: the far queries, if they lie side by side.
+    uniform: whether the pieces have one length. A piece is then one block, else a block has at most `block` queries of
+    one piece (`PackedPieces.window_plan`). reads_rings, reads_sinks: whether any stored number is one of a ring, or of
+    an old sink. query_XC: token of each query of a block, slot_N: its inverse, among the X C places. seen_X: tokens of
+    the sequence before the block. near_XY: stored numbers of the keys of a block. sink_XK: numbers of the sinks of its
+    sequence, among R x sinks old ones and the N tokens. to_rings, to_sinks: what is stored. far_query_L, far_written_L:
+    numbers of the tokens whose queries read a state (`PackedPieces.behind`), and stored numbers of the tokens that are
+    written just before, which have the positions far_position_L. far_slice: the far queries, if they lie side by side.
 
-    near_far_T, far_T and sinks_T are near and far numbers, far ones, and those of sinks, each behind how many they are and
-    how many of them are slots of the R sequences.
+    near_far_T, far_T and sinks_T: the stored numbers of near_XY and then of far_written_L, those of far_written_L, and those
+    of sink_XK, flat. Two entries come first: how many numbers follow, and below which number they mean slots of the R
+    sequences (0: every number is a token's).
     """
 
     uniform: bool
@@ -160,7 +161,7 @@ class PackedPieces:
         make: Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]],
         dtype: torch.dtype = torch.int64,
     ) -> list[Tensor]:
-        """Return tables of integers on the device that kernels compute once for a step.
+        """Return tables of integers on the device, which `make` computes at the first call with this key.
 
         make(first_R, seen_R, count_R): returns them on the host, from the first token of each piece, the tokens of its
         sequence before it, and in it. key: what else they depend on.
@@ -394,7 +395,7 @@ def borders_of(ends: Tensor | PackedPieces | None) -> Tensor | None:
 
 
 def _with_sizes(numbers: Tensor, old: int) -> Tensor:
-    """Return the numbers, flat, behind how many they are and how many of the things they count are old."""
+    """Return the numbers, flat, behind their count and `old`, the number from which on they mean tokens and not slots."""
     return torch.cat([torch.tensor([numbers.numel(), old]), numbers.flatten()])
 
 
