@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import lru_cache
-from operator import index
 from typing import Any
 
 import torch
@@ -95,8 +94,7 @@ class OpenLaunch:
     """A kernel with its compile-time constants and launch options, by name. Grid and arguments are those of each call:
     tensors, integers, floats, and tuples of them, in the kernel's order before its constants.
 
-    launchers: by what Triton compiles for (`describe_arguments`). recent: the same by the integers themselves, of calls
-    whose addresses 16 divides; it is cleared when there are MAX_RECENT, as sizes may change with every call.
+    launchers: by what Triton compiles for (`describe_arguments`).
     """
 
     def __init__(self, kernel: Any, options: dict[str, Any]):
@@ -106,26 +104,11 @@ class OpenLaunch:
         fixed = getattr(kernel, "do_not_specialize", None) or ()  # the interpreter's kernels have none
         self.unread = frozenset(names.index(x) if isinstance(x, str) else x for x in fixed)
         self.launchers: dict[Hashable, Callable[..., None]] = {}
-        self.recent: dict[Hashable, Callable[..., None]] = {}
-        self.read: Callable[[tuple[Any, ...]], tuple[int, Hashable, tuple[Any, ...]]] | None = None
         self.are_refused = False  # by a Triton version whose launchers take other arguments
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any) -> None:
         """Launch the kernel on a grid of one to three axes."""
-        if self.read is not None and not torch.compiler.is_compiling():  # traced tensors have no address
-            try:
-                bits, key, addressed = self.read(arguments)
-                launcher = None if bits & 15 else self.recent.get(key)
-                if launcher is not None:
-                    return launcher((*grid, 1, 1)[:3], *addressed, *self.constants)
-            except (AttributeError, KeyError, TypeError, ValueError):  # other arguments than those of the first call
-                self.read = None
-        self._find(grid, arguments)
-        return None
-
-    def _find(self, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
-        """Launch the kernel by what Triton compiles for."""
-        if self.are_refused or torch.compiler.is_compiling():
+        if self.are_refused or torch.compiler.is_compiling():  # traced tensors have no address
             self.kernel[grid](*arguments, **self.options)
             return
         key: list[Hashable] = []
@@ -133,22 +116,14 @@ class OpenLaunch:
         launcher = self.launchers.get(tuple(key))
         if launcher is None:
             compiled = self.kernel[grid](*arguments, **self.options)
-            if compiled is None:  # the interpreter compiles nothing
-                return
-            launcher = self.launchers[tuple(key)] = open_launcher(compiled)
-        else:
-            try:
-                launcher((*grid, 1, 1)[:3], *addressed, *self.constants)
-            except TypeError:  # raised before the launch
-                self.are_refused, self.read = True, None
-                self.kernel[grid](*arguments, **self.options)
-                return
-        self.read = self.read or make_reader(arguments, self.unread)
-        bits, recent, _ = self.read(arguments)
-        if not bits & 15:
-            if len(self.recent) >= MAX_RECENT:
-                self.recent.clear()
-            self.recent[recent] = launcher
+            if compiled is not None:  # the interpreter compiles nothing
+                self.launchers[tuple(key)] = open_launcher(compiled)
+            return
+        try:
+            launcher((*grid, 1, 1)[:3], *addressed, *self.constants)
+        except TypeError:  # raised before the launch
+            self.are_refused = True
+            self.kernel[grid](*arguments, **self.options)
 
 
 @lru_cache(maxsize=1024)
@@ -161,48 +136,7 @@ def open_launch(kernel: Any, options: dict[str, Any]) -> OpenLaunch:
     return _open_launch(kernel, tuple(options), tuple(options.values()))
 
 
-MAX_RECENT = 4096
 NOTHING: frozenset[int] = frozenset()
-
-
-def make_reader(
-    arguments: tuple[Any, ...], unread: frozenset[int]
-) -> Callable[[tuple[Any, ...]], tuple[int, Hashable, tuple[Any, ...]]]:
-    """Return a function of arguments of the same structure that returns (all addresses joined by "or", the first device,
-    dtypes and integers, the arguments with addresses in place of tensors).
-
-    It is written out for the structure, as Triton does for the arguments of a kernel: loops take twice as long. unread: as
-    in `describe_arguments`.
-    """
-    lines: list[str] = []
-    key: list[str] = []
-    pointers: list[str] = []
-
-    def unpack(values: tuple[Any, ...], name: str, skipped: frozenset[int]) -> str:
-        names = [f"{name}_{i}" for i in range(len(values))]
-        lines.append(f"{''.join(n + ', ' for n in names) or '()'} = {name}")
-        return "(" + "".join(f"{leaf(x, n, i in skipped)}, " for i, (x, n) in enumerate(zip(values, names))) + ")"
-
-    def leaf(x: Any, name: str, skipped: bool) -> str:
-        if isinstance(x, tuple):
-            return unpack(x, name, NOTHING)
-        if isinstance(x, Tensor):
-            lines.append(f"{name}_p = {name}.data_ptr()")
-            key.extend([f"{name}.dtype"] if pointers else [f"{name}.get_device()", f"{name}.dtype"])
-            pointers.append(f"{name}_p")
-            return pointers[-1]
-        if type(x) is not int:
-            key.append(f"plain[type({name})]")
-        else:
-            key.append(f"index({name}) >> 31" if skipped else f"index({name})")
-        return name
-
-    addressed = unpack(arguments, "a", unread)
-    lines.append(f"return {' | '.join(pointers) or '0'}, ({''.join(k + ', ' for k in key)}), {addressed}")
-    made: dict[str, Any] = {"index": index, "plain": {kind: kind for kind in (float, bool, type(None))}}
-    exec("def read(a):\n    " + "\n    ".join(lines), made)
-    read: Callable[[tuple[Any, ...]], tuple[int, Hashable, tuple[Any, ...]]] = made["read"]
-    return read
 
 
 def describe_arguments(arguments: tuple[Any, ...], key: list[Hashable], unread: frozenset[int]) -> list[Any]:

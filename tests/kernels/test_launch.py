@@ -10,7 +10,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from surgery.kernels import launch as launches
 from surgery.kernels.launch import OpenLaunch, describe_arguments, open_launch
 
 
@@ -69,14 +68,13 @@ def test_a_kernel_is_found_once_for_what_triton_compiles_for():
     assert len(kernel.again) == sum(not is_new for *_, is_new in calls)
 
 
-def test_sizes_that_change_with_every_call_are_forgotten(monkeypatch):
-    monkeypatch.setattr(launches, "MAX_RECENT", 3)
+def test_sizes_that_change_with_every_call_are_of_a_few_kinds():
     kernel, x = Kernel(), torch.zeros(64)
     launch = OpenLaunch(kernel, {"B": 16})
     for n in range(3, 60, 2):
         launch((1,), Rows(x, 16), n, n)
-        assert len(launch.recent) <= 3
-    assert len(kernel.found) == 1 and [args[1] for _, args in kernel.again] == list(range(5, 60, 2))
+    assert len(kernel.found) == len(launch.launchers) == 1
+    assert [args[1] for _, args in kernel.again] == list(range(5, 60, 2))
 
 
 def test_what_triton_refuses_is_found_again():
