@@ -42,8 +42,8 @@ def lambdas(
     """
     lambda_CC = tl.zeros([C, C], tl.float32)
     for lev in tl.static_range(LOG_C + 1):
-        which: tl.constexpr = max(min(lev - SHARED, LAMBDAS - 1), 0)
-        lambda_C = tl.load(at_l + t_C * level.t + which * level.l, mask=here_C, other=0.0)
+        at_C = at_l + t_C * level.t + max(min(lev - SHARED, LAMBDAS - 1), 0) * level.l
+        lambda_C = tl.load(at_C, mask=here_C, other=0.0)
         lambda_CC = tl.where(level_mask(lev, C), lambda_C[:, None], lambda_CC)
     return lambda_CC
 
