@@ -34,13 +34,16 @@ def level_mask(lev: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def lambdas(at_l, level, t_C, here_C, C: tl.constexpr, LOG_C: tl.constexpr, LAMBDAS: tl.constexpr):
-    """Return Lambda_ts = lambda_t^(level(t, s)) as [t, s]. at_l: pointer to the head's lambdas; level:
-    `LevelTensor`.
+def lambdas(
+    at_l, level, t_C, here_C, C: tl.constexpr, LOG_C: tl.constexpr, LAMBDAS: tl.constexpr, SHARED: tl.constexpr = 0
+):  # fmt: skip
+    """Return Lambda_ts = lambda_t^(level(t, s)) as [t, s]. at_l: pointer to the head's lambdas; level: `LevelTensor`.
+    SHARED: levels 0 .. SHARED have the first lambda.
     """
     lambda_CC = tl.zeros([C, C], tl.float32)
     for lev in tl.static_range(LOG_C + 1):
-        lambda_C = tl.load(at_l + t_C * level.t + min(lev, LAMBDAS - 1) * level.l, mask=here_C, other=0.0)
+        at_C = at_l + t_C * level.t + max(min(lev - SHARED, LAMBDAS - 1), 0) * level.l
+        lambda_C = tl.load(at_C, mask=here_C, other=0.0)
         lambda_CC = tl.where(level_mask(lev, C), lambda_C[:, None], lambda_CC)
     return lambda_CC
 
@@ -74,7 +77,7 @@ def read_tile(
 @triton.jit
 def chunk_output(
     p_CC, v, beta, level, y, lane, t_C, here_C, at, at_v, V: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
-    BV: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr,
+    BV: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr, SHARED: tl.constexpr = 0,
 ):  # fmt: skip
     """Return what one chunk and query head reads of the chunk itself, one block of values. lane: as in
     `query_key_products`."""
@@ -83,7 +86,7 @@ def chunk_output(
     beta_C = tl.load(beta.ptr + batch * beta.b + g * beta.g + t_C * beta.t, mask=here_C, other=0.0).to(tl.float32)
     t_CC = (load_matrix(y + at * C * C, C, C, 0, C, C) * beta_C[None, :]).to(half)
     at_l = level.ptr + batch * level.b + g * level.g + j * level.j
-    lambda_CC = lambdas(at_l, level, t_C, here_C, C, LOG_C, LAMBDAS)
+    lambda_CC = lambdas(at_l, level, t_C, here_C, C, LOG_C, LAMBDAS, SHARED)
     inner_CC = (tl.dot(p_CC, t_CC, input_precision=P) * lambda_CC).to(half)
     v_CV = load_tile(v.ptr + batch * v.b + g * v.g, t_C, v.t, here_C, V, at_v, BV)
     return tl.dot(inner_CC, v_CV, input_precision=P)
@@ -117,10 +120,10 @@ def chunk_forward(
     q, k, v, beta, level, rows, terms, kept, out, low, high, top, T, N, J, MOST,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr,
-    BUCKET: tl.constexpr, INNER: tl.constexpr,
+    BUCKET: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr = 0,
 ):  # fmt: skip
     """Store what one chunk and query head reads of the chunk itself (INNER; else add to `out`) and of levels low ..
-    high - 1. Grid: (R x N, G x J, blocks of values).
+    high - 1. SHARED: as in `lambdas`. Grid: (R x N, G x J, blocks of values).
 
     q: `HeadTensor`; k, v, beta: `GroupTensor`; level: `LevelTensor`; terms: (c, Y, w); kept: S^T of levels from `low`
     on.
@@ -137,7 +140,9 @@ def chunk_forward(
     at_l = level.ptr + batch * level.b + g * level.g + j * level.j
     out_head = out + ((batch * G + g) * J + j) * T * V
     if INNER:
-        out_CV = chunk_output(p_CC, v, beta, level, y, lane, t_C, here_C, at, at_v, V, C, LOG_C, BV, P, LAMBDAS)
+        out_CV = chunk_output(
+            p_CC, v, beta, level, y, lane, t_C, here_C, at, at_v, V, C, LOG_C, BV, P, LAMBDAS, SHARED
+        )  # fmt: skip
     else:
         out_CV = load_tile(out_head, t_C, V, here_C, V, at_v, BV).to(tl.float32)
     n, start = program_chunk_index(rows, N, WIDTH)
@@ -148,7 +153,7 @@ def chunk_forward(
         for lev in range(low, high):
             if has_left(a0, n, lev, BUCKET):
                 here = ((lev - low) * MOST.to(tl.int64) * G + at) * V + at_v
-                which = lambda_at(start, lev, top, C, LOG_C, LAMBDAS)
+                which = tl.maximum(lambda_at(start, lev, top, C, LOG_C, LAMBDAS + SHARED) - SHARED, 0)
                 lambda_C = tl.load(at_l + t_C * level.t + which * level.l, mask=here_C, other=0.0)
                 s_VX = load_matrix(kept + here * K, V - at_v, K, first, BV, BX)
                 out_CV += tl.dot(read_CX, tl.trans(s_VX), input_precision=P) * lambda_C[:, None]

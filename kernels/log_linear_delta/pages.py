@@ -152,7 +152,7 @@ def read_low_buckets(
             if is_full(start, bit, BITS):
                 bucket = buckets + ((start * 0 + bit) * tl.num_programs(0) + r) * G * K * V + g * K * V
                 s_XV = load_tile(bucket, at_X, V, at_X < K, V, at_v, BV).to(half)
-                which_C = tl.minimum(tl.maximum(differs_C, bit + 1), LAMBDAS - 1)
+                which_C = tl.maximum(tl.minimum(tl.maximum(differs_C, bit + 1) - BITS, LAMBDAS - 1), 0)
                 lambda_C = tl.load(at_l + t_C * level.t + which_C * level.l, mask=here_C, other=0.0)
                 out_CV += lambda_C[:, None] * tl.dot(read_CX, s_XV, input_precision=P)
     store_tile(out_head, t_C, V, here_C, V, at_v, out_CV, BV)
@@ -255,7 +255,7 @@ def make_pages_plan(plan: LogLinearDeltaPlan, pieces: PackedPieces, block_bits: 
     }
     up = {**s.state_kernel, "PASSED": False, "BUCKET": True, "AFTER": True}
     up |= {"num_warps": s.warps(8192), "num_stages": s.stages(3)}
-    read = {**plan.level_options, **s.wide_kernel, "BX": s.tile_features, "BUCKET": True}
+    read = {**plan.level_options, **s.wide_kernel, "BX": s.tile_features, "BUCKET": True, "SHARED": block_bits}
     read |= {"maxnreg": s.max_registers, **s.tile_options(4)}
     low = {**options, **s.wide_kernel, "LAMBDAS": lambdas, "BX": s.tile_features, "num_warps": 4}
     return PagesPlan(
@@ -279,7 +279,8 @@ def run_in_pages(
     tokens: tuple[Tensor, ...], pool_PNGKV: Tensor, page_R: Tensor, pieces: PackedPieces, chunk: int, block_bits: int
 ) -> Tensor:
     """Return out_BGJTV of pieces in one row, and update the sums in their pages. tokens: q (1, G, J, T, K), k, v, beta,
-    log-gates (1, G, T) and lambdas (1, T, G, J, L), q, k and v with unit strides along the last axis."""
+    log-gates (1, G, T) and lambdas (1, T, G, J, L), of which levels 0 .. block_bits have the first, q, k and v with unit
+    strides along the last axis."""
     q, k, v, beta, gates, level = tokens
     s = packed_sizes(q, v, chunk, pieces, resumes=True)
     high, page = max(0, pieces.max_seen.bit_length() - s.C.bit_length() + 1), pool_PNGKV.shape[1]

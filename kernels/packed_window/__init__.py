@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -182,7 +181,6 @@ def accepts(k_NGK: Tensor, new: Tensors, pool: Tensors, *_: Any) -> bool:
 
 
 @register_kernel(gather_window, accepts=accepts)
-@torch.no_grad()
 def gather_window_triton(
     k_NGK: Tensor, new: Tensors, pool: Tensors, page_R: Tensor, plan: WindowPlan, far: Sequence[str]
 ) -> WindowTokens:
@@ -208,7 +206,6 @@ def gather_window_triton(
 
 
 @register_kernel(store_window, accepts=accepts)
-@torch.no_grad()
 def store_window_triton(k_NGK: Tensor, new: Tensors, pool: Tensors, page_R: Tensor, plan: WindowPlan) -> None:
     """`store_window` in one launch, of the same tensors in every step."""
     copies, rows = [], []

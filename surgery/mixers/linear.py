@@ -21,6 +21,7 @@ causal mask forwards and backwards (common/bidirectional.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -213,7 +214,7 @@ class LinearMixer(Mixer):
         What a sequence has not written to its page yet is not read, whatever it holds. Nothing waits for the device.
         """
         assert not isinstance(self.window_buffer, ChunkBuffer), "near_tokens: chunks has no packed form; call mix"
-        with autocast_disabled(inputs.x_BTD.device):
+        with autocast_disabled(inputs.x_BTD.device) if is_autocast(inputs.x_BTD) else nullcontext():
             tokens, q_BHTF = self._tokens_of_pieces(inputs, pieces, pool, page_R)
             signals, local, far, query_L = self.mask("signals", tokens.x_BTD), None, pieces, None
             written, written_BL = self._written_tokens(tokens, signals), pieces.position_N.unsqueeze(0)
@@ -875,6 +876,11 @@ def token_positions(tokens: ProjectedTokens, seen_B: Tensor) -> Tensor:
     return seen_B.unsqueeze(1) + torch.arange(tokens.x_BTD.shape[1], device=seen_B.device)
 
 
+def is_autocast(x: Tensor) -> bool:
+    """Return whether autocast is on for the device of x."""
+    return torch.is_autocast_enabled(x.device.type)
+
+
 def accumulation_dtype(tensor: Tensor) -> torch.dtype:
     """Return float64 for a float64 tensor, float32 for all others."""
     return torch.promote_types(tensor.dtype, torch.float32)
@@ -893,9 +899,10 @@ def to_matmul_dtype(rows: MaskInputs, v: Tensor) -> MaskInputs:
 
     Gates and states keep their dtype.
     """
-    if matmul_dtype(v) != torch.bfloat16:
+    operands = rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV
+    if matmul_dtype(v) != torch.bfloat16 or all(x.dtype == torch.bfloat16 for x in operands):
         return rows
-    q, k, v = (x.to(torch.bfloat16) for x in (rows.q_BGJTF, rows.k_BGTF, rows.v_BGTV))
+    q, k, v = (x.to(torch.bfloat16) for x in operands)
     return replace(rows, q_BGJTF=q, k_BGTF=k, v_BGTV=v)
 
 

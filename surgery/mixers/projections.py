@@ -47,11 +47,23 @@ def split_linear(x_BTD: Tensor, weight_OD: Tensor, bias_O: Tensor | None) -> Ten
     that hold its first 16 mantissa bits. This is several times faster than a float32 product. Gradients are products of
     bfloat16 numbers summed in float32, as those of a linear under autocast.
     """
-    apply: Any = _SplitProduct.apply  # this function has no types
-    out_NO: Tensor = apply(x_BTD.flatten(0, -2), weight_OD)
+    x_ND = x_BTD.flatten(0, -2)
+    if torch.is_grad_enabled() and (x_BTD.requires_grad or weight_OD.requires_grad):
+        apply: Any = _SplitProduct.apply  # this function has no types
+        out_NO: Tensor = apply(x_ND, weight_OD)
+    else:
+        out_NO = _split_product(x_ND, weight_OD)
     out_NO = out_NO if bias_O is None else out_NO + bias_O.to(torch.float32)
-    out_BTO: Tensor = out_NO.unflatten(0, x_BTD.shape[:-1])
-    return out_BTO
+    return out_NO.view(*x_BTD.shape[:-1], len(weight_OD))
+
+
+def _split_product(x_ND: Tensor, weight_OD: Tensor) -> Tensor:
+    """Return x W^T (N, O) in float32, for x (N, D) in bfloat16."""
+    first_OD = weight_OD.to(torch.bfloat16)
+    out_NO = _float32_product(x_ND, first_OD.mT)
+    if weight_OD.dtype != torch.bfloat16:
+        out_NO = out_NO + _float32_product(x_ND, (weight_OD - first_OD).to(torch.bfloat16).mT)
+    return out_NO
 
 
 class _SplitProduct(torch.autograd.Function):
@@ -61,11 +73,7 @@ class _SplitProduct(torch.autograd.Function):
     def forward(ctx: Any, x_ND: Tensor, weight_OD: Tensor) -> Tensor:
         """Return the product."""
         ctx.save_for_backward(x_ND, weight_OD)
-        first_OD = weight_OD.to(torch.bfloat16)
-        out_NO = _float32_product(x_ND, first_OD.mT)
-        if weight_OD.dtype != torch.bfloat16:
-            out_NO = out_NO + _float32_product(x_ND, (weight_OD - first_OD).to(torch.bfloat16).mT)
-        return out_NO
+        return _split_product(x_ND, weight_OD)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:

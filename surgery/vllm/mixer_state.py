@@ -178,6 +178,10 @@ class Tokens(NamedTuple):
 
     def as_rows(self, count: int) -> MixerInputs:
         """Return the tokens as rows of equal length."""
+        if count == 1:
+            q, k, v, x = (t.unsqueeze(0) for t in self[:4])
+            turned = None if self.rope is None else (self.rope[0].unsqueeze(0), self.rope[1].unsqueeze(0))
+            return MixerInputs(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), x, rope=turned)
         q, k, v = (t.unflatten(0, (count, -1)).transpose(1, 2) for t in self[:3])
         rope = self.rope
         if rope is not None:

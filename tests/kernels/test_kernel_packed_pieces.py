@@ -86,8 +86,7 @@ def test_log_linear_masks_in_pages(counts, seen, block_bits):
     """Pages in any order, NaN where a sequence has nothing; a sum for each bit from block_bits on and one for the others."""
     pieces = PackedPieces(counts, seen, DEVICE)
     tokens = draw(pieces, True)
-    level = torch.rand(1, pieces.length, 2, 2, block_bits + 8, dtype=torch.float64, device=DEVICE)
-    level[..., :block_bits] = level[..., block_bits : block_bits + 1]
+    level = torch.rand(1, pieces.length, 2, 2, 3 if block_bits == 2 else 8, dtype=torch.float64, device=DEVICE)
     tokens, sums = (*tokens, level), count_sums(pieces.max_seen, block_bits) + 1
     alive_RN, _ = bucket_plan(pieces.seen_R, pieces.count_R, block_bits, sums)
     page_R = torch.randperm(len(counts) + 1, device=DEVICE)[:-1]

@@ -321,7 +321,7 @@ class HierarchicalMask(Mask):
             pool["buckets"][page_R] = grown["buckets"].to(pool["buckets"].dtype)
             return out_BGJTV
         gates_BRGT = self.gates("log_gates", row.start_B, row.count_B, row.v_BGTV.shape[2], row.signals)
-        operands = row.q_BGJTF, row.k_BGTF, row.v_BGTV, row.beta_BGT, gates_BRGT.squeeze(1), self._all_levels(row)
+        operands = row.q_BGJTF, row.k_BGTF, row.v_BGTV, row.beta_BGT, gates_BRGT.squeeze(1), row.signals["level"]
         out: Tensor = log_linear_in_pool(
             *operands,
             pool_PNGFV=pool["buckets"],
@@ -437,11 +437,14 @@ class HierarchicalMask(Mask):
 
     def _all_levels(self, rows: MaskInputs) -> Tensor:
         """Return the lambda of every level, (B, T, G, J, bits + levels): those within a block repeat the first."""
-        level_BTGJL = rows.signals["level"]
-        bits = self.config.block_bits
-        if not bits:
-            return level_BTGJL
-        return torch.cat([level_BTGJL[..., :1].expand(*level_BTGJL.shape[:-1], bits), level_BTGJL], dim=-1)
+        return repeat_first(rows.signals["level"], self.config.block_bits)
+
+
+def repeat_first(level_BTGJL: Tensor, bits: int) -> Tensor:
+    """Return the lambdas with the first one `bits` times more."""
+    if not bits:
+        return level_BTGJL
+    return torch.cat([level_BTGJL[..., :1].expand(*level_BTGJL.shape[:-1], bits), level_BTGJL], dim=-1)
 
 
 def count_sums(seen: int, bits: int) -> int:
@@ -669,8 +672,9 @@ def log_linear_in_pool(
 ) -> Tensor:
     """Return out_BGJTV of pieces of R sequences in one row (B = 1), and update their sums in place.
 
-    Arguments as in `log_linear_packed`. pool_PNGFV: sums of a state with blocks of 2^block_bits tokens (`bucket_plan`),
-    in pages, of which sequence r has page_R[r]; sums of empty buckets may hold anything.
+    Arguments as in `log_linear_packed`; levels 0 .. block_bits share the first lambda. pool_PNGFV: sums of a state with
+    blocks of 2^block_bits tokens (`bucket_plan`), in pages, of which sequence r has page_R[r]; sums of empty buckets may
+    hold anything.
     """
     levels = pieces.max_seen.bit_length()
     sums = min(count_sums(pieces.max_seen, block_bits), pool_PNGFV.shape[1])
@@ -684,7 +688,7 @@ def log_linear_in_pool(
     else:
         source_RL, empty_RL = pieces.tables(("buckets", block_bits), sources)
         before = pool_PNGFV[page_R.unsqueeze(1), source_RL].masked_fill(empty_RL.bool()[..., None, None, None], 0)
-    tokens = q_BGJTF, k_BGTF, v_BGTV, beta_BGT, gates_BGT, level_BTGJL
+    tokens = q_BGJTF, k_BGTF, v_BGTV, beta_BGT, gates_BGT, repeat_first(level_BTGJL, block_bits)
     out, after = log_linear_packed(*tokens, buckets_SLGFV=before, pieces=pieces, chunk=chunk, levels=levels)
     after = merge_low_buckets(F.pad(after, (0, 0, 0, 0, 0, 0, 0, max(0, block_bits - after.shape[1]))), block_bits)
     pool_PNGFV[page_R, :sums] = after[:, :sums].to(pool_PNGFV.dtype)
