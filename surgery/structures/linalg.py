@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor
 from surgery.core.errors import NumericalError
 
 _warned: set[str] = set()  # names of the functions that have warned in this process
+# By function, device, sides and dtype: the smallest batch of such matrices that the solver refused in this process.
+_too_many: dict[tuple[object, ...], int] = {}
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,10 +83,13 @@ def solve_triangular(matrix: Tensor, rhs: Tensor, *, upper: bool, left: bool = T
 
 
 def _first_that_works(name: str, compute: Callable[..., Any], *operands: Tensor, finite: bool = True) -> Any:
+    first, count, is_refused = operands[0], _count(operands), False
+    key = (name, str(first.device), first.dtype, *(tensor.shape[-2:] for tensor in operands))
     try:
-        return compute(*operands)
+        # An attempt that fails is slow: it takes and frees the workspace.
+        return compute(*operands) if count < _too_many.get(key, count + 1) else _in_parts(compute, operands)
     except RuntimeError as error:  # torch.linalg.LinAlgError is one, as are cuSOLVER's errors and those of memory
-        reason = str(error).strip().splitlines()[0][:200]
+        reason, is_refused = str(error).strip().splitlines()[0][:200], not isinstance(error, torch.linalg.LinAlgError)
     if finite and not all(bool(torch.isfinite(tensor).all()) for tensor in operands):
         raise NumericalError(
             f"{name} of a matrix of shape {tuple(operands[0].shape)}: the matrix holds NaN or Inf, so weights or "
@@ -100,6 +106,8 @@ def _first_that_works(name: str, compute: Callable[..., Any], *operands: Tensor,
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0][:200]
             continue
+        if again is _in_parts and is_refused:
+            _too_many[key] = min(count, _too_many.get(key, count))
         if name not in _warned:
             _warned.add(name)
             warnings.warn(
@@ -115,6 +123,11 @@ def _first_that_works(name: str, compute: Callable[..., Any], *operands: Tensor,
         f"({reason}): the matrix is "
         "singular or too badly conditioned. Give more calibration text, or leave this matrix dense"
     )
+
+
+def _count(operands: tuple[Tensor, ...]) -> int:
+    """Return the number of matrices in the largest batch."""
+    return max(prod(tensor.shape[:-2]) for tensor in operands)
 
 
 def _in_parts(compute: Callable[..., Any], operands: tuple[Tensor, ...]) -> Any:

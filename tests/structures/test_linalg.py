@@ -98,6 +98,7 @@ def test_2_7_a_failing_batched_solver_is_gone_round(monkeypatch, name, works):
 
     monkeypatch.setattr(home, name, fails)
     monkeypatch.setattr(linalg, "_warned", set())
+    monkeypatch.setattr(linalg, "_too_many", {})
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         got = parts_of(CALLS[name]())
@@ -123,9 +124,13 @@ def test_a_batch_that_is_too_large_is_computed_in_few_parts(monkeypatch):
 
     monkeypatch.setattr(torch.linalg, "eigvalsh", fails)
     monkeypatch.setattr(linalg, "_warned", set())
+    monkeypatch.setattr(linalg, "_too_many", {})
     with pytest.warns(RuntimeWarning, match="computed in parts of the batch"):
         torch.testing.assert_close(linalg.eigvalsh(matrices), expected)
     assert sizes == [35, 18, 9, 9, 17, 9, 8]
+    sizes.clear()
+    torch.testing.assert_close(linalg.eigvalsh(matrices), expected)
+    assert sizes == [18, 9, 9, 17, 9, 8]  # the whole batch is not tried again
 
 
 def test_2_7_what_nobody_can_factor_is_said():
