@@ -85,9 +85,11 @@ def solve_triangular(matrix: Tensor, rhs: Tensor, *, upper: bool, left: bool = T
 def _first_that_works(name: str, compute: Callable[..., Any], *operands: Tensor, finite: bool = True) -> Any:
     first, count, is_refused = operands[0], _count(operands), False
     key = (name, str(first.device), first.dtype, *(tensor.shape[-2:] for tensor in operands))
+    single = all(tensor.dim() <= 2 for tensor in operands)
     try:
-        # An attempt that fails is slow: it takes and frees the workspace.
-        return compute(*operands) if count < _too_many.get(key, count + 1) else _in_parts(compute, operands)
+        if single or count < _too_many.get(key, count + 1):
+            return compute(*operands)
+        return _in_parts(compute, operands)  # an attempt that fails is slow: it takes and frees the workspace
     except RuntimeError as error:  # torch.linalg.LinAlgError is one, as are cuSOLVER's errors and those of memory
         reason, is_refused = str(error).strip().splitlines()[0][:200], not isinstance(error, torch.linalg.LinAlgError)
     if finite and not all(bool(torch.isfinite(tensor).all()) for tensor in operands):
@@ -96,7 +98,6 @@ def _first_that_works(name: str, compute: Callable[..., Any], *operands: Tensor,
             "activations "
             "overflow float32. Check the checkpoint, or leave this matrix dense (a rule with structure: dense)"
         )
-    single = all(tensor.dim() <= 2 for tensor in operands)
     for way, again in (("in parts of the batch", _in_parts), ("on the CPU in float64", _on_cpu)):
         if again is _in_parts and single:
             continue
