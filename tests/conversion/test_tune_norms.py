@@ -85,7 +85,7 @@ def changes(before, after):
         ("gemma3", {"q_norm.weight", "post_feedforward_layernorm.weight", "model.norm.weight"}, {"embed_tokens"}),
         ("gpt2", {"ln_1.bias", "ln_2.weight", "c_attn.bias", "c_proj.bias", "ln_f.bias"}, {"wte", "wpe"}),
         ("bert", {"LayerNorm.weight", "intermediate.dense.bias", "transform.LayerNorm.bias"}, {"embeddings", "decoder", "cls.predictions.bias"}),
-        ("t5", {"encoder.final_layer_norm.weight", "layer.2.layer_norm.weight"}, {"shared", "relative_attention_bias"}),
+        pytest.param("t5", {"encoder.final_layer_norm.weight", "layer.2.layer_norm.weight"}, {"shared", "relative_attention_bias"}, marks=pytest.mark.slow),
         ("vit", {"layernorm_before.bias", "vit.layernorm.weight"}, {"embeddings", "classifier"}),
     ],
 )  # fmt: skip
@@ -187,7 +187,13 @@ def test_steps_of_a_norm_are_relative_to_what_it_multiplies_by(family, norm, off
     assert weight_offset(torch.nn.Linear(3, 3)) == 0
 
 
-@pytest.mark.parametrize("kind, words", [("gpt_oss", ("experts.0.gate_proj.bias", "q_proj.bias")), ("qwen3_next", ("linear_attn.norm", "q_norm"))])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, words",
+    slow_where(
+        lambda kind, _: kind == "gpt_oss",
+        [("gpt_oss", ("experts.0.gate_proj.bias", "q_proj.bias")), ("qwen3_next", ("linear_attn.norm", "q_norm"))],
+    ),
+)
 def test_layers_with_experts_in_memory_and_in_the_command(kind, words, every_epoch_helps, tmp_path):
     from transformers import AutoModelForCausalLM
 
