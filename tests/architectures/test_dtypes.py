@@ -7,12 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.slow import slow_where
 from helpers.small import make_recipe
 from helpers.tiny_families import TINY_FAMILIES
 from transformers import AutoConfig
 
 from surgery.checkpoint.model_classes import model_class
 from surgery.conversion.convert import convert
+
+# transformers renames tensors of gpt_neox and mixtral on loading, keeps some of T5 in float32, and loads the others by
+# other classes.
+KEPT = ("gpt_neox", "mixtral", "vit", "t5", "mllama")
 
 
 def convert_half(name: str, source: Path, converted: Path) -> Any:
@@ -28,7 +33,9 @@ def float_dtypes(cls: Any, folder: Path, dtype: torch.dtype) -> dict[str, torch.
     return {name: tensor.dtype for name, tensor in state.items() if tensor.is_floating_point()}
 
 
-@pytest.mark.parametrize("name", TINY_FAMILIES)
+@pytest.mark.parametrize(
+    "name", slow_where(lambda name: not (TINY_FAMILIES[name].in_ci or name in KEPT), TINY_FAMILIES)
+)
 def test_every_floating_tensor_has_the_asked_dtype(name, tmp_path):
     """Before 5.21 transformers leaves tensors that it renames on loading a quantized model (embed_out -> lm_head) as
     they are stored.
@@ -38,7 +45,7 @@ def test_every_floating_tensor_has_the_asked_dtype(name, tmp_path):
     assert found and not {tensor: dtype for tensor, dtype in found.items() if dtype != torch.float32}
 
 
-@pytest.mark.parametrize("name", ["gpt_neox", "mixtral", "vit", "t5", "mllama"])
+@pytest.mark.parametrize("name", KEPT)
 def test_in_float16_the_exceptions_of_the_class_hold(name, tmp_path):
     """T5 keeps DenseReluDense.wo in float32, a replaced one too."""
     cls = convert_half(name, tmp_path / "source", tmp_path / "converted")

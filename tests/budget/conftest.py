@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 EMBEDDED = Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
-LAYERS = 3
+LAYERS = 2
 TOKENS, LENGTH = 2048, 512  # longer than the windows of the kinds of attention
 
 

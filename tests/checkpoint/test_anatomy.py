@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.slow import slow_where
 from helpers.small import FAMILIES, GENERATIVE_FAMILIES, make_recipe, matrix_structures, model_outputs, tiny_inputs
 
 import surgery  # noqa: F401
@@ -69,7 +70,10 @@ def test_fused_linears_split_by_role(family, checkpoints, calibration, tmp_path)
     assert worst(model_outputs(load(tmp_path / "dense"), inputs), model_outputs(split, inputs)) < 1e-5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+LIKE_LLAMA = ("mistral", "olmo2", "qwen2", "qwen3", "gemma2")
+
+
+@pytest.mark.parametrize("family", slow_where(lambda family: family in LIKE_LLAMA, FAMILIES))
 def test_calibrated_beats_plain(family, checkpoints, calibration, tmp_path):
     """Half the numbers: the calibrated conversion's output is nearer than the data-free one's."""
     source, inputs = checkpoints(family), tiny_inputs(family, 6, seed=5)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.slow import slow_where
 from helpers.small_mixers import MIXER_SPECS, random_model_with_mixers
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import StaticLayer
@@ -66,7 +67,22 @@ def full_logits(model: Any, ids: torch.Tensor, new: int) -> torch.Tensor:
         return model(ids, use_cache=False).logits[0, -new - 1 : -1]
 
 
-@pytest.mark.parametrize("name", MIXER_SPECS)
+# What the others have too: a recurrence behind a window, in chunks, or with other levels.
+LIKE_OTHERS = (
+    "heads, gates",
+    "heads, window",
+    "log-linear behind chunks",
+    "log-linear mamba-2",
+    "log-linear matrices",
+    "log-linear strong",
+    "mhla behind chunks",
+    "tbm behind chunks",
+    "toeplitz behind chunks",
+)
+SPECS = slow_where(lambda name: name in LIKE_OTHERS, MIXER_SPECS)
+
+
+@pytest.mark.parametrize("name", SPECS)
 def test_assisted_greedy_tokens_are_those_of_plain_decoding(name):
     """Also where the text ends inside a draft."""
     model, ids = model_with(name), prompt()
@@ -80,7 +96,7 @@ def test_assisted_greedy_tokens_are_those_of_plain_decoding(name):
         assert torch.equal(model.generate(ids, **{**GREEDY, "eos_token_id": end}, **arguments), ended), kind
 
 
-@pytest.mark.parametrize("name", MIXER_SPECS)
+@pytest.mark.parametrize("name", SPECS)
 def test_assisted_samples_come_from_the_model_s_own_logits(name):
     model, ids = model_with(name), prompt()
     for kind, arguments in assistants(model).items():

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.slow import slow_where
 from helpers.small_mixers import MIXER_SPECS, random_model_with_mixers
 from transformers import CompileConfig, DynamicCache, QuantizedCache, StaticCache
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
@@ -167,7 +168,9 @@ CASES = [(attention, softmax) for attention in ("eager", "sdpa") for softmax in 
 MIXERS = ("gated deltanet", "log-linear", "mhla", "mlr", "window", "bilinear", "softmax", "heads")
 
 
-@pytest.mark.parametrize("attention, softmax", CASES)
+@pytest.mark.parametrize(
+    "attention, softmax", slow_where(lambda *case: case[0] == "eager" and case[1] != "first", CASES)
+)
 def test_a_cache_gives_the_logits_of_one_forward(attention, softmax):
     kinds, generated = ("dynamic", "static", "quantized"), ("static",)
     check("llama", "gated deltanet", attention, softmax, kinds, generated, ("none", "left"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -18,6 +20,10 @@ from surgery.core.errors import SurgeryError
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
 QUICK = "structure: low_rank\nkeep: 0.5\ntokens: 1024\nlength: 128\nallocate: uniform\ncurvature: none\nsweeps: 0\n"
+# btt-half, the default, with enough tokens for a perplexity close to the original's.
+QUICKER_DEFAULT = (
+    "structure: btt\nblocks: [4, 4]\nkeep: 0.5\ntokens: 4096\nlength: 256\nallocate: uniform\ncurvature: none\n"
+)
 
 
 def dimensions(checkpoint: Path) -> set[int]:
@@ -26,11 +32,30 @@ def dimensions(checkpoint: Path) -> set[int]:
         return {len(file.get_slice(n).get_shape()) for n in file.keys() if "_proj.weight" in n}  # noqa: SIM118
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """(working directory, result, seconds of processor time) of `surgery demo --json`."""
+def few_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluate on few tokens, in windows short enough for a standard error."""
+    monkeypatch.setattr("surgery.cli.demo.TOKENS", 4096)
+    monkeypatch.setattr("surgery.cli.demo.LENGTH", 256)
+    for key, few in {"lengths": (128,), "depths": (0.5,), "samples": 8}.items():
+        monkeypatch.setitem(NEEDLES, key, few)
+
+
+@pytest.fixture(scope="module", params=["quick", pytest.param("as it is", marks=pytest.mark.slow)])
+def run(request, tmp_path_factory):
+    """(working directory, result, seconds of processor time) of `surgery demo --json`.
+
+    quick: in this process, with a quicker recipe of the same structure, and on few tokens.
+    """
     resource = pytest.importorskip("resource")
     place = tmp_path_factory.mktemp("demo")
+    if request.param == "quick":
+        (place / "quick.yaml").write_text(QUICKER_DEFAULT)
+        said = io.StringIO()
+        with pytest.MonkeyPatch.context() as monkeypatch, contextlib.redirect_stdout(said):
+            few_measurements(monkeypatch)
+            monkeypatch.chdir(place)
+            app(["demo", "--json", "--recipe", "quick.yaml"], standalone_mode=False)
+        return place, json.loads(said.getvalue()), None
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-m", "surgery", "demo", "--json"], cwd=place, env=ENVIRONMENT, capture_output=True, text=True
@@ -89,9 +114,7 @@ def test_it_takes_less_than_two_minutes_of_two_cores(run):
 
 def test_the_steps_are_said(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("surgery.cli.demo.TOKENS", 2048)
-    for key, few in {"lengths": (128,), "depths": (0.5,), "samples": 1}.items():
-        monkeypatch.setitem(NEEDLES, key, few)
+    few_measurements(monkeypatch)
     (tmp_path / "quick.yaml").write_text(QUICK)
     app(["demo", "--out", "here", "--recipe", "quick.yaml"], standalone_mode=False)
     said = capsys.readouterr().out

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 import torch
+from helpers.slow import slow_where
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from surgery.eval import stories
@@ -79,7 +80,10 @@ def test_the_tokenizer_loses_nothing(tokenizer, text):
     assert tokenizer.decode(tokenizer(text).input_ids, clean_up_tokenization_spaces=False) == text
 
 
-@pytest.mark.parametrize("length, depths", [(64, (0.5,)), (256, (0.0, 0.5, 1.0)), (1024, (0.0, 0.5))])
+@pytest.mark.parametrize(
+    "length, depths",
+    slow_where(lambda length, _: length > 256, [(64, (0.5,)), (256, (0.0, 0.5, 1.0)), (1024, (0.0, 0.5))]),
+)
 def test_it_retrieves(model, tokenizer, length, depths):
     table = needle_accuracy(model, tokenizer, (length,), depths, samples=8, seed=3, batch_size=8)
     assert table.worst > 0.95, table.markdown()

@@ -9,6 +9,7 @@ import copy
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
+from helpers.slow import slow_where
 from helpers.small import model_outputs, tiny_config, tiny_inputs
 from transformers import AutoModelForCausalLM
 
@@ -36,8 +37,18 @@ def tiny(recipe: str):
     return surgery.apply(cls(config).eval(), recipe, calibration=None, overrides=by, progress=Progress())
 
 
+# Of the same structures and mixers as other recipes.
+LIKE_OTHERS = {"bilinear-mlbtc", "bilinear-mlr", "btt-3-cores", "low-rank-btt-half", "mhla-elu", "mhla-frozen"}
+LIKE_OTHERS |= {"mlr-cache-60", "mlr-monarch-half", "retnet", "ssd-equal-state", "tbm-elu", "window-equal-state"}
+LIKE_OTHERS |= {f"{mask}-mask" for mask in ("banded", "block-diagonal", "dilated", "fourier", "input-toeplitz")}
+
+
 @pytest.mark.parametrize(
-    "recipe", [name for name in shipped_recipes() if not (load_recipe(name).native or load_recipe(name).stock)]
+    "recipe",
+    slow_where(
+        lambda name: name in LIKE_OTHERS,
+        [name for name in shipped_recipes() if not (load_recipe(name).native or load_recipe(name).stock)],
+    ),
 )
 def test_offloaded_weights_give_the_same_bits(recipe, tmp_path):
     model, inputs = tiny(recipe), tiny_inputs("llama", 2)

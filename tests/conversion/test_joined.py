@@ -16,6 +16,7 @@ import torch
 import torch.utils.checkpoint
 from helpers import killing
 from helpers.forked import run_processes
+from helpers.slow import slow_where
 from helpers.small import checkpoint_logits, make_recipe, matrix_structures, relative, tiny_config, tiny_inputs
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -192,7 +193,13 @@ def test_joined_is_closer_than_apart_on_other_text(source, inputs, tmp_path):
     )
 
 
-@pytest.mark.parametrize("options", [{"structure": "auto"}, {"allocate": "measured"}, {"curvature": "diagonal"}])
+@pytest.mark.parametrize(
+    "options",
+    slow_where(
+        lambda options: "allocate" in options,
+        [{"structure": "auto"}, {"allocate": "measured"}, {"curvature": "diagonal"}],
+    ),
+)
 def test_allocation_trials_and_tuning(options, source, inputs, tmp_path):
     recipe = {**PIVOTED, **options, "tune": {"layers": 2, "model": 2, "norms": True}}
     report = surgery.convert(str(source), recipe, tmp_path / "out", calibration=inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.slow import slow_where
 from helpers.small import make_recipe, tiny_config
 from helpers.small_mixers import MIXER_SPECS
 
@@ -76,7 +77,10 @@ def test_the_specs_have_every_mixer_mask_and_feature_map():
     assert names("mask", "gates") == set(MASKS.names()) and names("features", "identity") == set(FEATURES.names())
 
 
-@pytest.mark.parametrize("name", SPECS)
+LIKE_OTHERS = ("log-linear behind chunks", "mhla behind chunks", "tbm behind chunks", "toeplitz behind chunks")
+
+
+@pytest.mark.parametrize("name", slow_where(lambda name: name in LIKE_OTHERS, SPECS))
 def test_padding_does_not_change_what_is_fitted(name):
     """Right padding is left padding by the next test, once the rows are aligned."""
     recipe, ids_BT = {**DENSE, "attention": {**SPECS[name], "steps": 1}}, token_ids(ROWS, LENGTH)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conversion.test_convert import bytes_of
+from helpers.slow import slow_where
 from helpers.small import choose_layers_quickly, make_recipe, tiny_config, tiny_inputs
 from helpers.small_training import EMBEDDED, copy_first_layers
 from safetensors.torch import save_file
@@ -206,7 +207,7 @@ def local_copy(folder, layer):
     AutoTokenizer.from_pretrained(EMBEDDED).save_pretrained(folder)
 
 
-@pytest.mark.parametrize("weights", ["far", "even"])
+@pytest.mark.parametrize("weights", slow_where(lambda weights: weights == "even", ["far", "even"]))
 def test_a_layer_that_is_local_already_is_restored_last(weights, stories, tmp_path, monkeypatch):
     """Layer 3 comes first in the whole model; once it sees 8 tokens only, the student's window of 16 does all it
     does.

@@ -12,6 +12,7 @@ import torch
 from conversion.test_convert import Crash, bytes_of
 from conversion.test_tune import BASE, MIXER, run, tensors_of
 from helpers.forked import run_processes
+from helpers.slow import slow_where
 from helpers.small import make_recipe, model_outputs, tiny_config, tiny_inputs
 from helpers.small_experts import write_experts
 from safetensors.torch import load_file, save_file
@@ -84,7 +85,7 @@ def changes(before, after):
         ("gemma3", {"q_norm.weight", "post_feedforward_layernorm.weight", "model.norm.weight"}, {"embed_tokens"}),
         ("gpt2", {"ln_1.bias", "ln_2.weight", "c_attn.bias", "c_proj.bias", "ln_f.bias"}, {"wte", "wpe"}),
         ("bert", {"LayerNorm.weight", "intermediate.dense.bias", "transform.LayerNorm.bias"}, {"embeddings", "decoder", "cls.predictions.bias"}),
-        ("t5", {"encoder.final_layer_norm.weight", "layer.2.layer_norm.weight"}, {"shared", "relative_attention_bias"}),
+        pytest.param("t5", {"encoder.final_layer_norm.weight", "layer.2.layer_norm.weight"}, {"shared", "relative_attention_bias"}, marks=pytest.mark.slow),
         ("vit", {"layernorm_before.bias", "vit.layernorm.weight"}, {"embeddings", "classifier"}),
     ],
 )  # fmt: skip
@@ -186,7 +187,13 @@ def test_steps_of_a_norm_are_relative_to_what_it_multiplies_by(family, norm, off
     assert weight_offset(torch.nn.Linear(3, 3)) == 0
 
 
-@pytest.mark.parametrize("kind, words", [("gpt_oss", ("experts.0.gate_proj.bias", "q_proj.bias")), ("qwen3_next", ("linear_attn.norm", "q_norm"))])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, words",
+    slow_where(
+        lambda kind, _: kind == "gpt_oss",
+        [("gpt_oss", ("experts.0.gate_proj.bias", "q_proj.bias")), ("qwen3_next", ("linear_attn.norm", "q_norm"))],
+    ),
+)
 def test_layers_with_experts_in_memory_and_in_the_command(kind, words, every_epoch_helps, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -210,7 +217,7 @@ def test_layers_with_experts_in_memory_and_in_the_command(kind, words, every_epo
 
 
 # -- the same bytes --------------------------------------------------------------------------------
-@pytest.mark.parametrize("family", ["gpt2", "t5"])
+@pytest.mark.parametrize("family", slow_where(lambda family: family == "t5", ["gpt2", "t5"]))
 def test_a_streamed_step_computes_the_same_numbers(family, with_values, calibration, tmp_path, monkeypatch):
     checkpoint, inputs = with_values(family), calibration(family)
     run(checkpoint, inputs, tmp_path / "resident", BOTH)

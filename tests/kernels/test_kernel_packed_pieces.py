@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from helpers.kernel_rows import DEVICE, gpu
+from helpers.slow import slow_where
 
 from surgery.core.dispatch import record_dispatch, use_kernels
 from surgery.mixers import MIXERS, AttentionShape, MixerInputs, mixer_config
@@ -65,8 +66,16 @@ def test_gated_masks(counts, seen, delta):
     check(semiseparable_packed, tokens, "semiseparable_packed", first_SRGFV=first, pieces=pieces, chunk=64)
 
 
-@pytest.mark.parametrize("chunk", [32, 64])
-@pytest.mark.parametrize(("counts", "seen"), [*SMALL, *(pytest.param(*case, marks=gpu) for case in LARGE)])
+@pytest.mark.parametrize(
+    ("counts", "seen", "chunk"),
+    [
+        *slow_where(
+            lambda counts, seen, chunk: chunk == 32 and (counts, seen) == SMALL[0],
+            [(*case, chunk) for case in SMALL for chunk in (32, 64)],
+        ),
+        *(pytest.param(*case, chunk, marks=gpu) for case in LARGE for chunk in (32, 64)),
+    ],
+)
 def test_log_linear_masks_of_the_delta_rule(counts, seen, chunk):
     pieces = PackedPieces(counts, seen, DEVICE)
     tokens = draw(pieces, True)
@@ -80,8 +89,23 @@ def test_log_linear_masks_of_the_delta_rule(counts, seen, chunk):
     check(log_linear_packed, (*tokens, level), "log_linear_packed", **state)
 
 
-@pytest.mark.parametrize("block_bits", [0, 2, 5, 7])
-@pytest.mark.parametrize(("counts", "seen"), [*SMALL, *(pytest.param(*case, marks=gpu) for case in LARGE)])
+BITS = (0, 2, 5, 7)
+
+
+def is_long(counts, seen, block_bits):
+    """Return whether a case takes seconds. Each number of bits is in one of the long cases, and in all of one sequence."""
+    return ((counts, seen) == SMALL[0] and block_bits in (2, 7)) or (
+        (counts, seen) == SMALL[2] and block_bits in (0, 5)
+    )
+
+
+@pytest.mark.parametrize(
+    ("counts", "seen", "block_bits"),
+    [
+        *slow_where(is_long, [(*case, bits) for case in SMALL for bits in BITS]),
+        *(pytest.param(*case, bits, marks=gpu) for case in LARGE for bits in BITS),
+    ],
+)
 def test_log_linear_masks_in_pages(counts, seen, block_bits):
     """Pages in any order, NaN where a sequence has nothing; a sum for each bit from block_bits on and one for the others."""
     pieces = PackedPieces(counts, seen, DEVICE)

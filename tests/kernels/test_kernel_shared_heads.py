@@ -19,7 +19,7 @@ from surgery.mixers.native_config import Native
 
 pytestmark = pytest.mark.usefixtures("loops_of_tensors")
 
-ROWS, GROUPS, LENGTH, KEY, VALUE, LEVELS = 2, 3, 37, 16, 16, 5
+ROWS, GROUPS, LENGTH, KEY, VALUE, LEVELS = 2, 2, 37, 16, 16, 5
 FORMS = {
     ("torch", False): log_linear.reference,
     ("torch", True): log_linear.reference,

@@ -50,6 +50,7 @@ NEED_OUT = {
 LONG = {"attention.md", "benchmarks.md", "compare.md", "performance.md", "pretrain.md", "search.md", "speculation.md"}
 LONG |= {"api.md", "bench.md", "convert.md", "evaluate.md", "extend.md", "finetune.md", "quality.md", "run.md"}
 LONG |= {"stock.md", "structures.md", "tutorial.md", "upgrade.md"}
+LONG |= {"data.md", "key_cache.md", "linear_time.md", "recipes.md", "report.md"}
 TEXTS = ("calibration.txt", "heldout.txt")
 # Enough to run every command, in little time: sizes of the checkpoint, tokens that it reads, and of each text over two
 # windows of them.

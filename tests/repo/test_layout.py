@@ -212,13 +212,19 @@ def test_help_and_recipes_do_without_torch(words):
     assert not {"torch", "transformers", "numpy"} & modules_after(words)
 
 
-def test_plan_imports_little_beyond_torch():
+# Whose plans take seconds, and whose structures other recipes have.
+SLOW_PLANS = ("btt-3-cores", "low-rank-btt-half", "mlr-monarch-half")
+
+
+@pytest.mark.parametrize("left_out", [SLOW_PLANS, pytest.param((), marks=pytest.mark.slow)], ids=["quick", "all"])
+def test_plan_imports_little_beyond_torch(left_out):
     """The model class of transformers, which costs more than torch, is not needed for a checkpoint that has an outline,
     and the sizes of mixers are computed without torch._dynamo. A plan of a stock conversion builds models, which it
     compares.
     """
     theirs = in_a_new_interpreter("import sys, torch; print(*sys.modules)")
     recipes = [path.stem for path in (ROOT / "recipes/convert").glob("*.yaml") if not path.stem.startswith("stock")]
+    recipes = [name for name in recipes if name not in left_out]
     ours = modules_after(*(("plan", str(ROOT / "recipes/tiny/checkpoint"), "-r", recipe) for recipe in recipes))
     added = {name.partition(".")[0] for name in ours - set(theirs.split())} - sys.stdlib_module_names
     added = {name for name in added if not name.startswith(("_sysconfigdata", "_cython", "cython"))}
