@@ -62,12 +62,12 @@ class GuardConfig(StrictModel):
 class HealingRecipe(StrictModel):
     """The recipe of `surgery finetune` (docs/finetune.md).
 
-    precision: autocast precision (weights stay in float32); auto: bf16 on GPUs that support it. log, evaluate,
-    checkpoint: intervals in steps; evaluate: None is a tenth of the run, 0 only after stages. deliver: `best`, the
-    state with the lowest validation loss, the start included, or `last`. checkpoints: number of the latest ones that
-    are kept. rates_to_try: peak rates of the last stage, of which the best on validation text is used; each first trains
-    `trial_share` of the tokens (rate_search.py). cuda_graph: capture loss and backward pass in a CUDA graph, on one GPU
-    with rows of one document each (data.packing: stream). tiny and common: see the module.
+    log, evaluate, checkpoint: intervals in steps. evaluate: None is a tenth of the run; 0 evaluates only after stages.
+    checkpoints: number of the latest checkpoints that are kept. precision: of autocast (weights stay in float32); auto is
+    bf16 on GPUs that support it. deliver: `best`, the weights with the lowest validation loss (those at the start are a
+    candidate), or `last`. rates_to_try: peak rates of the last stage; each trains a share `trial_share` of the tokens, and
+    the best on validation text is used. cuda_graph: run loss and backward pass as a CUDA graph (one GPU, data.packing:
+    stream).
     """
 
     description: str = ""

@@ -59,6 +59,10 @@ EXPLAINED: dict[type[BaseModel], str] = {
     TuneRecipe: "convert",
     AttentionRecipe: "attention",
     HybridRecipe: "attention",
+    SpeedRecipe: "recipes",
+    DepthRecipe: "structures",
+    NativeRecipe: "upgrade",
+    StockRecipe: "stock",
     DataConfig: "data",
     StageConfig: "finetune",
 }

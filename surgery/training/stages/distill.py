@@ -39,13 +39,13 @@ from surgery.training.top_k import TopK, log_remaining_mass
 
 
 class DistillConfig(StageConfig):
-    """Keys of a `distill` stage; see the module for the loss. top_k: None uses the whole vocabulary. direction: `forward`
-    is KL(teacher || student), `reverse` KL(student || teacher).
+    """Keys of a `distill` stage (docs/finetune.md has the loss). top_k: None compares the whole vocabulary. direction:
+    `forward` is KL(teacher || student), `reverse` KL(student || teacher).
 
-    far_weight: weight a token's loss by 1 + far_weight * KL(teacher || teacher that sees near tokens only), in nats,
-    divided by the mean over the row; 0 weights all tokens alike. far_window, far_sinks: number of last and of first
-    tokens that are near. window_dropout: probability, at the first step, that the softmax branch of a linear mixer is
-    off in a step; it falls linearly to 0.
+    far_weight: multiply the loss of a token by 1 + far_weight * KL(teacher || teacher that sees near tokens only), in
+    nats, divided by the mean over the row; 0 weights all tokens alike. far_window, far_sinks: number of last and of first
+    tokens that are near. window_dropout: probability of a step without the softmax branch of linear mixers; it falls
+    linearly to 0.
     """
 
     name: ClassVar[str] = "distill"
