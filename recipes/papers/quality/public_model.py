@@ -438,7 +438,8 @@ def marked(row: Row, name: str, cell: str) -> str:
 def state_cell(row: Row) -> str:
     """Return the first cell of a row."""
     settings = row["settings"]
-    tokens = f", {settings['tokens'] / 1e6:g}M tokens" if "tokens" in settings else ""
+    count = settings.get("tokens", 0)
+    tokens = f", {f'{count / 1e6:g}M' if count >= 1e6 else f'{count:,}'} tokens" if count else ""
     keys = ", ".join(settings.get("convert", ()))
     name = f"`{Path(row['conversion']).stem}`{f' ({keys})' if keys else ''}, " if row["conversion"] else ""
     name += row["state"] + (f", {settings['bits']} bits" if "bits" in settings else "")
