@@ -16,7 +16,7 @@ is for kernels whose grid and integers change from call to call: what Triton com
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -168,7 +168,12 @@ def describe_arguments(arguments: tuple[Any, ...], key: list[Hashable], unread: 
 
 
 def open_launcher(compiled: Any) -> Callable[..., None]:
-    """Return a function of a grid and the kernel's arguments that launches a compiled kernel, as `bind_launcher`."""
+    """Return a function of a grid of three axes and the kernel's arguments that launches a compiled kernel as
+    `compiled[grid]` does.
+
+    While no launch hook is registered (profilers register some), it passes no hooks and builds no metadata for them,
+    which Triton 3.4 and later do at each launch. Other versions launch through `compiled[grid]`.
+    """
     if not _launches_directly(compiled):
         return lambda grid, *args: compiled[grid](*args)
     runtime: Any = triton.knobs.runtime
@@ -184,25 +189,8 @@ def open_launcher(compiled: Any) -> Callable[..., None]:
 
 
 def bind_launcher(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-    """Return a function of the kernel's arguments that launches a compiled kernel as `compiled[grid]` does.
-
-    While no launch hook is registered (profilers register some), it passes no hooks and builds no metadata for them,
-    which Triton 3.4 and later do at each launch. Other versions launch through `compiled[grid]`.
-    """
-    by_triton: Callable[..., None] = compiled[grid]
-    if not _launches_directly(compiled):
-        return by_triton
-    runtime: Any = triton.knobs.runtime
-    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-    x, y, z = grid
-
-    def launch(*args: Any) -> None:
-        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-            return by_triton(*args)
-        run(x, y, z, current_stream(), function, packed, None, None, None, *args)
-        return None
-
-    return launch
+    """Return `open_launcher`'s function for this grid."""
+    return partial(open_launcher(compiled), grid)
 
 
 def _launches_directly(compiled: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.compiled_kernel import CompiledKernel
 from helpers.kernel_rows import patch_tensor_loops
 
 from surgery.core.dispatch import load_kernels, use_kernels
@@ -267,29 +268,11 @@ def test_the_operator_is_what_it_says():
     torch.library.opcheck(BTT_OP.node, (*[t.requires_grad_() for t in inputs], 48), test_utils=tests)
 
 
-class Compiled:
-    """Stands for a kernel of Triton: counts launches found anew and launches of what was compiled."""
-
-    arg_names = ("x", "n", "B")
-
-    def __init__(self, refuses=False):
-        self.found, self.again, self.refuses = [], [], refuses
-
-    def __getitem__(self, grid):
-        def launch(*args, **options):
-            if options:
-                self.found.append((grid, args, options))
-                return self
-            if self.refuses:
-                raise TypeError("function takes exactly 9 arguments")
-            self.again.append((grid, args))
-            return None
-
-        return launch
+ARGUMENTS = ("x", "n", "B")
 
 
 def test_a_launch_finds_its_kernel_once_for_each_dtype_and_alignment():
-    kernel, x = Compiled(), torch.zeros(64)
+    kernel, x = CompiledKernel(ARGUMENTS), torch.zeros(64)
     launch = CachedLaunch(kernel, (3,), (7,), {"B": 16, "num_warps": 4})
     for tensor in (x, x, x[1:], x[1:], x[4:], x.half()):
         launch(tensor)
@@ -302,7 +285,7 @@ def test_a_launch_finds_its_kernel_once_for_each_dtype_and_alignment():
 
 
 def test_a_launch_that_triton_refuses_is_found_again():
-    kernel = Compiled(refuses=True)
+    kernel = CompiledKernel(ARGUMENTS, refuses=True)
     launch = CachedLaunch(kernel, (3,), (7,), {"B": 16})
     for _ in range(4):
         launch(torch.zeros(4))
@@ -328,7 +311,7 @@ def test_a_launch_passes_hooks_only_when_there_are_some(monkeypatch):
     monkeypatch.setattr(launch.triton, "knobs", SimpleNamespace(runtime=runtime))
     monkeypatch.setattr(launch, "_takes_stream", lambda: True)
     monkeypatch.setattr(launch, "current_stream", lambda: 7)
-    direct, compiled = [], Compiled()
+    direct, compiled = [], CompiledKernel(ARGUMENTS)
     compiled.run, compiled.function, compiled.packed_metadata = lambda *args: direct.append(args), 5, (4, 1, 0)
     launcher = launch.bind_launcher(compiled, (3, 2, 1))
     launcher("x", 8)

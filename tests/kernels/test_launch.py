@@ -10,6 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from helpers.compiled_kernel import CompiledKernel
+
 from surgery.kernels.launch import OpenLaunch, describe_arguments, open_launch
 
 
@@ -20,32 +22,12 @@ class Rows(NamedTuple):
     stride: int
 
 
-class Kernel:
-    """Stands for a kernel of Triton: counts launches found anew and launches of what was compiled."""
-
-    arg_names = ("x", "n", "free", "B")
-    do_not_specialize = ("free",)
-
-    def __init__(self, refuses=False):
-        self.found: list[Any] = []
-        self.again: list[Any] = []
-        self.refuses = refuses
-
-    def __getitem__(self, grid):
-        def launch(*args, **options):
-            if options:
-                self.found.append((grid, args))
-                return self
-            if self.refuses:
-                raise TypeError("function takes exactly 9 arguments")
-            self.again.append((grid, args))
-            return None
-
-        return launch
+def a_kernel(refuses=False):
+    return CompiledKernel(("x", "n", "free", "B"), ("free",), refuses)
 
 
 def test_a_kernel_is_found_once_for_what_triton_compiles_for():
-    kernel, x = Kernel(), torch.zeros(64)
+    kernel, x = a_kernel(), torch.zeros(64)
     launch = OpenLaunch(kernel, {"B": 16, "num_warps": 4})
     calls = [
         ((3,), (Rows(x, 48), 7, 5), True),
@@ -69,7 +51,7 @@ def test_a_kernel_is_found_once_for_what_triton_compiles_for():
 
 
 def test_sizes_that_change_with_every_call_are_of_a_few_kinds():
-    kernel, x = Kernel(), torch.zeros(64)
+    kernel, x = a_kernel(), torch.zeros(64)
     launch = OpenLaunch(kernel, {"B": 16})
     for n in range(3, 60, 2):
         launch((1,), Rows(x, 16), n, n)
@@ -78,7 +60,7 @@ def test_sizes_that_change_with_every_call_are_of_a_few_kinds():
 
 
 def test_what_triton_refuses_is_found_again():
-    kernel, x = Kernel(refuses=True), torch.zeros(4)
+    kernel, x = a_kernel(refuses=True), torch.zeros(4)
     launch = OpenLaunch(kernel, {"B": 16})
     for _ in range(4):
         launch((3,), x, 2, 3)
@@ -86,7 +68,7 @@ def test_what_triton_refuses_is_found_again():
 
 
 def test_arguments_of_another_structure_are_read_anew():
-    kernel, x = Kernel(), torch.zeros(16)
+    kernel, x = a_kernel(), torch.zeros(16)
     launch = OpenLaunch(kernel, {"B": 16})
     for arguments in ((x, 3, 3), (Rows(x, 16), 3, 3), (None, 3, 3), (x, 5, 3), ((x, x), 3, 3), (x, 3.0, 3)):
         launch((1,), *arguments)
@@ -97,7 +79,7 @@ def test_arguments_of_another_structure_are_read_anew():
 
 
 def test_equal_options_have_one_launch():
-    kernel = Kernel()
+    kernel = a_kernel()
     assert open_launch(kernel, {"B": 1}) is open_launch(kernel, {"B": 1}) is not open_launch(kernel, {"B": 2})
 
 
