@@ -86,6 +86,21 @@ def program_chunk_index(rows, N, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def repeat(x_C, C: tl.constexpr, HEADS: tl.constexpr):
+    """Return x (C), HEADS times behind each other (HEADS x C): the same values for each head of a program."""
+    if HEADS == 1:
+        return x_C
+    return tl.reshape(tl.broadcast_to(x_C[None, :], [HEADS, C]), [HEADS * C])
+
+
+@triton.jit
+def load_rows(at_M, here_M, size, first, BLOCK: tl.constexpr):
+    """Return x[first : first + BLOCK] of each row, zeros outside. at_M: pointers to rows of `size` elements."""
+    at_B = first + tl.arange(0, BLOCK)
+    return tl.load(at_M[:, None] + at_B[None, :], mask=here_M[:, None] & (at_B < size)[None, :], other=0.0)
+
+
+@triton.jit
 def load_tile(base, rows_X, stride, here_X, size, first, BLOCK: tl.constexpr):
     """Return x[rows, first : first + BLOCK], zeros outside. x: rows of `size` elements, `stride` apart."""
     at_B = first + tl.arange(0, BLOCK)
@@ -154,12 +169,13 @@ def decay_to_end(c, at, C: tl.constexpr):
 
 
 @triton.jit
-def decay_mask(c, at, C: tl.constexpr):
-    """Return M_ts = exp(c_t - c_s) for s <= t, else 0."""
+def decay_mask(c, at, C: tl.constexpr, HEADS: tl.constexpr = 1):
+    """Return M_ts = exp(c_t - c_s) for s <= t, else 0, for each of the program's heads (HEADS x C, C)."""
     at_C = tl.arange(0, C)
     hi_C, lo_C = tl.load(c + at * 2 * C + at_C), tl.load(c + at * 2 * C + C + at_C)
-    log_CC = (hi_C[:, None] - hi_C[None, :]) + (lo_C[:, None] - lo_C[None, :])
-    return tl.exp(tl.where(at_C[:, None] >= at_C[None, :], log_CC, float("-inf")))
+    hi_M, lo_M, at_M = repeat(hi_C, C, HEADS), repeat(lo_C, C, HEADS), repeat(at_C, C, HEADS)
+    log_MC = (hi_M[:, None] - hi_C[None, :]) + (lo_M[:, None] - lo_C[None, :])
+    return tl.exp(tl.where(at_M[:, None] >= at_C[None, :], log_MC, float("-inf")))
 
 
 @dataclass(frozen=True)

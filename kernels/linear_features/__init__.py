@@ -21,7 +21,12 @@ from surgery.core.dispatch import register_kernel
 from surgery.kernels.custom_op import CustomOp
 from surgery.kernels.kernel_tensors import needs_gradients, unit_last_stride
 from surgery.kernels.launch import open_launch
-from surgery.kernels.linear_features.kernels import features_backward, features_forward, weight_gradient
+from surgery.kernels.linear_features.kernels import (
+    features_backward,
+    features_forward,
+    mapped_features_forward,
+    weight_gradient,
+)
 from surgery.kernels.local_attention.plan import pow2
 from surgery.mixers.common.linear_features import FeaturePlan, Rotation, linear_features
 from surgery.mixers.features.base import FeatureMap
@@ -34,6 +39,11 @@ MAX_COLUMNS = {torch.bfloat16: 512, torch.float32: 256}  # of u
 # Elements of a tile of y, M x U. Compiled for Hopper, these tiles spill next to no registers.
 FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 16384, 8192
 MAX_ROWS = 64  # tokens of a tile
+MAPPED_ELEMENTS = 32768  # of W, twice 16 bits, in shared memory
+# Tokens of a tile, warps, most tiles of a program. 8,192 queries of 32 heads of 64 and their keys took, on an H200, 195 us so,
+# 205 with 64 tokens, 280 with 64 tokens and 8 warps, 355 with 128 tokens; 500 where each tile loads W again.
+MAPPED_TOKENS, MAPPED_WARPS, MAPPED_TILES = 32, 4, 4
+MAPPED_PROGRAMS = 264  # wanted before a program takes several tiles: two on each multiprocessor of an H100
 SPAN = 1024  # tokens whose gradient of W one program sums
 
 
@@ -101,6 +111,22 @@ class FeatureCall:
         shape = {"K": self.x.shape[-1], "U": self.columns, "R": rotated, "BOTH": self.both if self.known is None else 2}
         return {**shape, "PRECISION": precision}
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether W, as two matrices of 16 bits, fits into a program's shared memory beside a tile."""
+        size = 2 * pow2(self.columns) * pow2(self.x.shape[-1]) * (2 if self.both else 1)
+        return self.w is not None and self.x.dtype == torch.bfloat16 and size <= MAPPED_ELEMENTS
+
+    def mapped_options(self) -> tuple[int, int, dict[str, Any]]:
+        """Return (tokens of a tile, tiles of a program, constants and options) of `mapped_features_forward`."""
+        B, T, H, K = self.x.shape
+        M = MAPPED_TOKENS
+        tiles = max(1, min(MAPPED_TILES, -(-T // M) * B * H // MAPPED_PROGRAMS))
+        shape = self.shape_options()
+        del shape["PRECISION"]
+        options = {"TURNED": self.turned, "NORM": self.norm, "M": M, "BF": pow2(self.columns), "BK": pow2(K)}
+        return M, tiles, {**shape, **options, "num_warps": MAPPED_WARPS, "num_stages": 1}
+
     def tile_options(self, elements: int) -> dict[str, Any]:
         """Return the compile-time constants of kernels with tiles of whole rows of y."""
         wide, halves = pow2(self.columns), self.x.dtype == torch.bfloat16
@@ -123,6 +149,13 @@ def launch_forward(call: FeatureCall) -> tuple[Tensor, Tensor]:
     B, T, H, K = call.x.shape
     out = torch.empty(B, H, call.last - call.first, call.features, device=call.x.device, dtype=call.dtype)
     turned = torch.empty((B, T, H, K) if call.turned else 0, device=call.x.device, dtype=call.x.dtype)
+    if call.is_mapped:
+        M, spans, options = call.mapped_options()
+        open_launch(mapped_features_forward, options)(
+            (-(-T // (M * spans)) * B * H,),
+            *call.tensors(), out, turned, call.root, T, call.first, call.last, *call.sizes(), spans,
+        )  # fmt: skip
+        return out, turned
     options = call.tile_options(FORWARD_ELEMENTS)
     open_launch(features_forward, options)(
         (-(-T // options["M"]) * B * H,),

@@ -142,6 +142,63 @@ def features_forward(
 
 
 @triton.jit
+def _load_halves(w, f_F, k_K, U: tl.constexpr, K: tl.constexpr, dtype: tl.constexpr):
+    """Return two matrices of 16 bits (K, F) whose sum is W^T of columns k_K of W. w: pointer to the first column."""
+    mask = (k_K < K)[:, None] & (f_F < U)[None, :]
+    w_KF = tl.load(w + f_F[None, :] * U + k_K[:, None], mask=mask, other=0.0).to(tl.float32)
+    high_KF = w_KF.to(dtype)
+    return high_KF, (w_KF - high_KF.to(tl.float32)).to(dtype)
+
+
+@triton.jit(do_not_specialize=["T", "first", "last", "tiles"])
+def mapped_features_forward(
+    x, cos, sin, w, out, turned, root, T, first, last, H, x_b, x_t, x_h, cos_b, cos_t, tiles,
+    K: tl.constexpr, U: tl.constexpr, R: tl.constexpr, BOTH: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr,
+    M: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """`features_forward` with W, for x of 16 bits: a program loads W of its head once, for `tiles` tiles of M tokens.
+
+    Grid: B * H times spans of tiles. Tiles without features compute x after RoPE alone.
+    """
+    spans = tl.cdiv(T, M * tiles)
+    lane = (tl.program_id(0) // spans).to(tl.int64)
+    b, h = lane // H, lane % H
+    f_F, k_K = tl.arange(0, BF), tl.arange(0, BK)
+    ok_F, ok_K = f_F < U, k_K < K
+    half = x.dtype.element_ty
+    w += h * U * U
+    high_KF, low_KF = _load_halves(w, f_F, k_K, U, K, half)
+    if BOTH:
+        turned_high_KF, turned_low_KF = _load_halves(w + K, f_F, k_K, U, K, half)
+    start = tl.program_id(0) % spans * tiles * M
+    for at in range(start, tl.minimum(start + tiles * M, T), M):
+        t_M = (at + tl.arange(0, M)).to(tl.int64)
+        ok_M = t_M < T
+        x_M, cos_M, sin_M = _token_rows(x, cos, sin, b, h, t_M, x_b, x_t, x_h, cos_b, cos_t)
+        if BOTH == 2:
+            known_M = cos + b * x_b + t_M * x_t + h * x_h
+            turned_MK = tl.load(known_M[:, None] + k_K[None, :], mask=ok_M[:, None] & ok_K[None, :], other=0.0)
+        elif BOTH or TURNED:
+            turned_MK = _load_rotated(x_M, cos_M, sin_M, ok_M, k_K, ok_K, ok_K, R, True)
+        if TURNED:
+            at_MK = turned + ((b * T + t_M) * H + h)[:, None] * K + k_K[None, :]
+            tl.store(at_MK, turned_MK, mask=ok_M[:, None] & ok_K[None, :])
+        if (at < last) & (at + M > first):  # else no token of the tile has features
+            x_MK = tl.load(x_M[:, None] + k_K[None, :], mask=ok_M[:, None] & ok_K[None, :], other=0.0)
+            y_MF = tl.dot(x_MK, low_KF, tl.dot(x_MK, high_KF))
+            if BOTH:
+                y_MF = tl.dot(turned_MK, turned_low_KF, tl.dot(turned_MK, turned_high_KF, y_MF))
+            up_MF, down_MF = _signed_softmax(root * y_MF, ok_F)
+            if NORM:
+                scale_M = tl.rsqrt(tl.sum(up_MF * up_MF + down_MF * down_MF, 1) + 1e-6)
+                up_MF, down_MF = up_MF * scale_M[:, None], down_MF * scale_M[:, None]
+            kept = ((t_M >= first) & (t_M < last))[:, None] & ok_F[None, :]
+            at_MF = out + (lane * (last - first) + t_M - first)[:, None] * (2 * U) + f_F[None, :]
+            tl.store(at_MF, up_MF.to(out.dtype.element_ty), mask=kept)
+            tl.store(at_MF + U, down_MF.to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit
 def _column_gradient(
     dy_MF, w, f_F, n_N, ok_N, d_M, x_M, cos_M, sin_M, kept_M, scale_M, along_M, root, K: tl.constexpr, U: tl.constexpr,
     R: tl.constexpr, BOTH: tl.constexpr, MAP: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr,

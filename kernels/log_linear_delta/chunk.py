@@ -17,9 +17,11 @@ from surgery.kernels.gated_delta.layout import (
     decay_from_start,
     decay_mask,
     load_matrix,
+    load_rows,
     load_tile,
     program_chunk,
     program_chunk_index,
+    repeat,
     store_matrix,
     store_tile,
 )
@@ -27,69 +29,81 @@ from surgery.kernels.log_linear_delta.levels import first_chunk, has_left, lambd
 
 
 @triton.jit
-def level_mask(lev: tl.constexpr, C: tl.constexpr):
-    """Return whether bit_length(t xor s) is `lev`, as [t, s]."""
-    differ_CC = tl.arange(0, C)[:, None] ^ tl.arange(0, C)[None, :]
-    return ((differ_CC << 1) >> lev) == 1 if lev > 0 else differ_CC == 0
+def level_mask(lev: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr = 1):
+    """Return whether bit_length(t xor s) is `lev`, as [t, s], for each of the program's heads."""
+    differ_MC = repeat(tl.arange(0, C), C, HEADS)[:, None] ^ tl.arange(0, C)[None, :]
+    return ((differ_MC << 1) >> lev) == 1 if lev > 0 else differ_MC == 0
+
+
+@triton.jit
+def token_rows(x, lane, t_C, C: tl.constexpr, HEADS: tl.constexpr):
+    """Return pointers (HEADS x C) to the tokens' rows of x, a `HeadTensor` or `LevelTensor`. lane: (row of the batch,
+    group, first head)."""
+    batch, g, j = lane
+    j_M = j + tl.arange(0, HEADS * C) // C
+    return x.ptr + batch * x.b + g * x.g + j_M * x.j + repeat(t_C, C, HEADS) * x.t
 
 
 @triton.jit
 def lambdas(
-    at_l, level, t_C, here_C, C: tl.constexpr, LOG_C: tl.constexpr, LAMBDAS: tl.constexpr, SHARED: tl.constexpr = 0
+    at_M, here_M, level, C: tl.constexpr, LOG_C: tl.constexpr, LAMBDAS: tl.constexpr, SHARED: tl.constexpr = 0,
+    HEADS: tl.constexpr = 1,
 ):  # fmt: skip
-    """Return Lambda_ts = lambda_t^(level(t, s)) as [t, s]. at_l: pointer to the head's lambdas; level: `LevelTensor`.
-    SHARED: levels 0 .. SHARED have the first lambda.
+    """Return Lambda_ts = lambda_t^(level(t, s)) as [t, s]. at_M: `token_rows` of `level`. SHARED: levels 0 .. SHARED have
+    the first lambda.
     """
-    lambda_CC = tl.zeros([C, C], tl.float32)
+    lambda_MC = tl.zeros([HEADS * C, C], tl.float32)
     for lev in tl.static_range(LOG_C + 1):
-        at_C = at_l + t_C * level.t + max(min(lev - SHARED, LAMBDAS - 1), 0) * level.l
-        lambda_C = tl.load(at_C, mask=here_C, other=0.0)
-        lambda_CC = tl.where(level_mask(lev, C), lambda_C[:, None], lambda_CC)
-    return lambda_CC
+        lambda_M = tl.load(at_M + max(min(lev - SHARED, LAMBDAS - 1), 0) * level.l, mask=here_M, other=0.0)
+        lambda_MC = tl.where(level_mask(lev, C, HEADS), lambda_M[:, None], lambda_MC)
+    return lambda_MC
 
 
 @triton.jit
 def query_key_products(
-    q, k, lane, t_C, here_C, c, at, K: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, P: tl.constexpr
+    q, k, lane, t_C, here_C, c, at, K: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, P: tl.constexpr,
+    HEADS: tl.constexpr = 1,
 ):  # fmt: skip
-    """Return P = tril(Q K^T . M) of one chunk and query head, in k's dtype. lane: (row of the batch, group, head)."""
-    batch, g, j = lane
-    qk_CC = tl.zeros([C, C], tl.float32)
+    """Return P = tril(Q K^T . M) of one chunk and HEADS query heads (HEADS x C, C), in k's dtype. lane: (row of the batch,
+    group, first head)."""
+    batch, g, _j = lane
+    at_M, here_M = token_rows(q, lane, t_C, C, HEADS), repeat(here_C, C, HEADS)
+    qk_MC = tl.zeros([HEADS * C, C], tl.float32)
     for first in range(0, K, BX):
-        q_CX = load_tile(q.ptr + batch * q.b + g * q.g + j * q.j, t_C, q.t, here_C, K, first, BX)
+        q_MX = load_rows(at_M, here_M, K, first, BX)
         k_CX = load_tile(k.ptr + batch * k.b + g * k.g, t_C, k.t, here_C, K, first, BX)
-        qk_CC = tl.dot(q_CX, tl.trans(k_CX), qk_CC, input_precision=P)
-    return (qk_CC * decay_mask(c, at, C)).to(k.ptr.dtype.element_ty)
+        qk_MC = tl.dot(q_MX, tl.trans(k_CX), qk_MC, input_precision=P)
+    return (qk_MC * decay_mask(c, at, C, HEADS)).to(k.ptr.dtype.element_ty)
 
 
 @triton.jit
 def read_tile(
-    q, w, p_CC, fade_C, lane, t_C, here_C, at, first, K: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
-    P: tl.constexpr,
+    q, w, p_MC, fade_C, lane, t_C, here_C, at, first, K: tl.constexpr, C: tl.constexpr, BX: tl.constexpr,
+    P: tl.constexpr, HEADS: tl.constexpr = 1,
 ):  # fmt: skip
-    """Return R = fade q - P w of one chunk and query head, features `first` and on. lane: as in `query_key_products`."""
-    batch, g, j = lane
-    q_CX = load_tile(q.ptr + batch * q.b + g * q.g + j * q.j, t_C, q.t, here_C, K, first, BX)
+    """Return R = fade q - P w of one chunk and HEADS query heads, features `first` and on. lane: as in
+    `query_key_products`."""
+    q_MX = load_rows(token_rows(q, lane, t_C, C, HEADS), repeat(here_C, C, HEADS), K, first, BX)
     w_CX = load_matrix(w + at * C * K, C, K, first, C, BX)
-    return q_CX * fade_C[:, None] - tl.dot(p_CC, w_CX, input_precision=P)
+    return q_MX * repeat(fade_C, C, HEADS)[:, None] - tl.dot(p_MC, w_CX, input_precision=P)
 
 
 @triton.jit
 def chunk_output(
-    p_CC, v, beta, level, y, lane, t_C, here_C, at, at_v, V: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
-    BV: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr, SHARED: tl.constexpr = 0,
+    p_MC, v, beta, level, y, lane, t_C, here_C, at, at_v, V: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
+    BV: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr, SHARED: tl.constexpr = 0, HEADS: tl.constexpr = 1,
 ):  # fmt: skip
-    """Return what one chunk and query head reads of the chunk itself, one block of values. lane: as in
+    """Return what one chunk and HEADS query heads read of the chunk itself, one block of values. lane: as in
     `query_key_products`."""
-    batch, g, j = lane
-    half = p_CC.dtype
+    batch, g, _j = lane
+    half = p_MC.dtype
     beta_C = tl.load(beta.ptr + batch * beta.b + g * beta.g + t_C * beta.t, mask=here_C, other=0.0).to(tl.float32)
     t_CC = (load_matrix(y + at * C * C, C, C, 0, C, C) * beta_C[None, :]).to(half)
-    at_l = level.ptr + batch * level.b + g * level.g + j * level.j
-    lambda_CC = lambdas(at_l, level, t_C, here_C, C, LOG_C, LAMBDAS, SHARED)
-    inner_CC = (tl.dot(p_CC, t_CC, input_precision=P) * lambda_CC).to(half)
+    at_M, here_M = token_rows(level, lane, t_C, C, HEADS), repeat(here_C, C, HEADS)
+    lambda_MC = lambdas(at_M, here_M, level, C, LOG_C, LAMBDAS, SHARED, HEADS)
+    inner_MC = (tl.dot(p_MC, t_CC, input_precision=P) * lambda_MC).to(half)
     v_CV = load_tile(v.ptr + batch * v.b + g * v.g, t_C, v.t, here_C, V, at_v, BV)
-    return tl.dot(inner_CC, v_CV, input_precision=P)
+    return tl.dot(inner_MC, v_CV, input_precision=P)
 
 
 @triton.jit
@@ -120,44 +134,47 @@ def chunk_forward(
     q, k, v, beta, level, rows, terms, kept, out, low, high, top, T, N, J, MOST,
     G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, BX: tl.constexpr, P: tl.constexpr, LAMBDAS: tl.constexpr,
-    BUCKET: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr = 0,
+    BUCKET: tl.constexpr, INNER: tl.constexpr, SHARED: tl.constexpr = 0, HEADS: tl.constexpr = 1,
 ):  # fmt: skip
-    """Store what one chunk and query head reads of the chunk itself (INNER; else add to `out`) and of levels low ..
-    high - 1. SHARED: as in `lambdas`. Grid: (R x N, G x J, blocks of values).
+    """Store what one chunk and HEADS query heads of a group read of the chunk itself (INNER; else add to `out`) and of
+    levels low .. high - 1. SHARED: as in `lambdas`. Grid: (R x N, G x J / HEADS, blocks of values).
 
     q: `HeadTensor`; k, v, beta: `GroupTensor`; level: `LevelTensor`; terms: (c, Y, w); kept: S^T of levels from `low`
     on.
     """
     c, y, w = terms
-    head, at_v = tl.program_id(1).to(tl.int64), tl.program_id(2) * BV
+    head, at_v = tl.program_id(1).to(tl.int64) * HEADS, tl.program_id(2) * BV
     g, j = head // J, head % J
     batch, at, t_C, here_C, there = program_chunk(rows, N, g, G, WIDTH, C)
     if not there:
         return
     half = k.ptr.dtype.element_ty
     lane = batch, g, j
-    p_CC = query_key_products(q, k, lane, t_C, here_C, c, at, K, C, BX, P)
-    at_l = level.ptr + batch * level.b + g * level.g + j * level.j
-    out_head = out + ((batch * G + g) * J + j) * T * V
+    here_M = repeat(here_C, C, HEADS)
+    p_MC = query_key_products(q, k, lane, t_C, here_C, c, at, K, C, BX, P, HEADS)
+    at_l_M = token_rows(level, lane, t_C, C, HEADS)
+    at_out_M = out + (((batch * G + g) * J + j + tl.arange(0, HEADS * C) // C) * T + repeat(t_C, C, HEADS)) * V
     if INNER:
-        out_CV = chunk_output(
-            p_CC, v, beta, level, y, lane, t_C, here_C, at, at_v, V, C, LOG_C, BV, P, LAMBDAS, SHARED
+        out_MV = chunk_output(
+            p_MC, v, beta, level, y, lane, t_C, here_C, at, at_v, V, C, LOG_C, BV, P, LAMBDAS, SHARED, HEADS
         )  # fmt: skip
     else:
-        out_CV = load_tile(out_head, t_C, V, here_C, V, at_v, BV).to(tl.float32)
+        out_MV = load_rows(at_out_M, here_M, V, at_v, BV).to(tl.float32)
     n, start = program_chunk_index(rows, N, WIDTH)
     a0 = first_chunk(start, top, C)
     fade_C = decay_from_start(c, at, C)
     for first in range(0, K, BX):
-        read_CX = read_tile(q, w, p_CC, fade_C, lane, t_C, here_C, at, first, K, C, BX, P).to(half)
+        read_MX = read_tile(q, w, p_MC, fade_C, lane, t_C, here_C, at, first, K, C, BX, P, HEADS).to(half)
         for lev in range(low, high):
             if has_left(a0, n, lev, BUCKET):
                 here = ((lev - low) * MOST.to(tl.int64) * G + at) * V + at_v
                 which = tl.maximum(lambda_at(start, lev, top, C, LOG_C, LAMBDAS + SHARED) - SHARED, 0)
-                lambda_C = tl.load(at_l + t_C * level.t + which * level.l, mask=here_C, other=0.0)
+                lambda_M = tl.load(at_l_M + which * level.l, mask=here_M, other=0.0)
                 s_VX = load_matrix(kept + here * K, V - at_v, K, first, BV, BX)
-                out_CV += tl.dot(read_CX, tl.trans(s_VX), input_precision=P) * lambda_C[:, None]
-    store_tile(out_head, t_C, V, here_C, V, at_v, out_CV, BV)
+                out_MV += tl.dot(read_MX, tl.trans(s_VX), input_precision=P) * lambda_M[:, None]
+    at_V = at_v + tl.arange(0, BV)
+    inside = here_M[:, None] & (at_V < V)[None, :]
+    tl.store(at_out_M[:, None] + at_V[None, :], out_MV.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -201,8 +218,8 @@ def chunk_backward(
             dp_CC = tl.dot(dread_CX.to(half), tl.trans(w_CX), dp_CC, input_precision=P)
         p_CC = (qk_CC * mask_CC).to(half)
         inner_CC = tl.dot(p_CC, t_CC, input_precision=P)
-        at_l = level.ptr + batch * level.b + g * level.g + (0 * g + j) * level.j
-        lambda_CC = lambdas(at_l, level, t_C, here_C, C, LOG_C, LAMBDAS)
+        at_level_C = token_rows(level, (batch, g, 0 * g + j), t_C, C, 1)
+        lambda_CC = lambdas(at_level_C, here_C, level, C, LOG_C, LAMBDAS)
         mixed_CC = (inner_CC * lambda_CC).to(half)
         e_CC = tl.zeros([C, C], tl.float32)
         for at_v in range(0, V, BV):

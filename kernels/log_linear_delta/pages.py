@@ -216,8 +216,9 @@ class PagesPlan:
     """Sizes and launches that all layers of a step share.
 
     log_c: bits of a chunk. levels: buckets of a row, of which those from bit log_c on lie above chunks. groups: see
-    `LogLinearDeltaPlan.groups`. sums: sums of a page that are written. ups: `level_up` without and with a parent. reads:
-    `chunk_forward` of further groups and of the lowest. low: `read_low_buckets`, None if no row goes on within a chunk.
+    `LogLinearDeltaPlan.groups`. sums: sums of a page that are written. ups: `level_up` without and with a parent, with
+    `up_blocks` blocks of values. reads: `chunk_forward` of further groups and of the lowest, on `read_grid`. low:
+    `read_low_buckets`, None if no row goes on within a chunk.
     """
 
     sizes: DeltaSizes
@@ -227,7 +228,9 @@ class PagesPlan:
     sums: int
     enter: OpenLaunch
     ups: tuple[OpenLaunch, OpenLaunch]
+    up_blocks: int
     reads: tuple[OpenLaunch, OpenLaunch]
+    read_grid: tuple[int, int, int]
     low: OpenLaunch | None
     leave: OpenLaunch
 
@@ -239,7 +242,7 @@ class PagesPlan:
     def grid(self, level: int) -> tuple[tuple[int, int], int]:
         """Return (the grid of `level_up`, its pairs in a row)."""
         pairs = ((self.sizes.N - 1) >> (level + 1)) + 2
-        return (self.sizes.R * pairs * self.sizes.blocks, self.sizes.G), pairs
+        return (self.sizes.R * pairs * self.up_blocks, self.sizes.G), pairs
 
 
 def make_pages_plan(plan: LogLinearDeltaPlan, pieces: PackedPieces, block_bits: int, page: int) -> PagesPlan:
@@ -253,10 +256,8 @@ def make_pages_plan(plan: LogLinearDeltaPlan, pieces: PackedPieces, block_bits: 
         "num_warps": s.warps(8192),
         "num_stages": 1,
     }
-    up = {**s.state_kernel, "PASSED": False, "BUCKET": True, "AFTER": True}
-    up |= {"num_warps": s.warps(8192), "num_stages": s.stages(3)}
-    read = {**plan.level_options, **s.wide_kernel, "BX": s.tile_features, "BUCKET": True, "SHARED": block_bits}
-    read |= {"maxnreg": s.max_registers, **s.tile_options(4)}
+    up = {**plan.up_options, "PASSED": False, "BUCKET": True, "AFTER": True}
+    read = {**plan.read_options, "BUCKET": True, "SHARED": block_bits}
     low = {**options, **s.wide_kernel, "LAMBDAS": lambdas, "BX": s.tile_features, "num_warps": 4}
     return PagesPlan(
         sizes=s,
@@ -266,10 +267,12 @@ def make_pages_plan(plan: LogLinearDeltaPlan, pieces: PackedPieces, block_bits: 
         sums=min(max(0, longest - block_bits) + (block_bits > 0), page),
         enter=open_launch(enter_pages, options),
         ups=(open_launch(level_up, {**up, "PARENT": False}), open_launch(level_up, {**up, "PARENT": True})),
+        up_blocks=-(-s.V // up["BV"]),
         reads=(
             open_launch(chunk_forward, {**read, "INNER": False}),
             open_launch(chunk_forward, {**read, "INNER": True}),
         ),
+        read_grid=plan.read_grid(read),
         low=open_launch(read_low_buckets, low) if any(seen % s.C for seen in pieces.seen) else None,
         leave=open_launch(leave_pages, options),
     )
@@ -307,7 +310,7 @@ def run_in_pages(
     above, ends, keeps = buckets[plan.log_c :].unbind(), after.unbind(), kept.unbind()
     above_sizes = s.most[1 : max(high, 1)]
     parents = torch.empty(sum(above_sizes), s.G, s.V, s.K, **float32).split(above_sizes) if above_sizes else ()
-    state, read_grid = own, (s.R * s.N, s.G * s.J, s.wide_blocks)
+    state = own
     for low, stop in plan.groups:
         for at in range(low, stop):
             grid, pairs = plan.grid(at)
@@ -317,8 +320,8 @@ def run_in_pages(
             up(grid, keys, t.w, t.c, s.table, pair, keeps[at - low], state, at, MAX_LEVELS, pairs)
             state = state if parent is None else parent
         plan.reads[low == 0](
-            read_grid, queries, keys, *values_beta, lambdas, s.table, (t.c, t.y, t.w), kept, out, low, stop, MAX_LEVELS,
-            q.shape[3], s.N, s.J, s.most[0],
+            plan.read_grid, queries, keys, *values_beta, lambdas, s.table, (t.c, t.y, t.w), kept, out, low, stop,
+            MAX_LEVELS, q.shape[3], s.N, s.J, s.most[0],
         )  # fmt: skip
     if plan.low is not None:
         low_grid = s.R, s.G * s.J, s.wide_blocks

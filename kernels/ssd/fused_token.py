@@ -120,6 +120,12 @@ def knows_mask(mixer: LinearMixer) -> bool:
     return type(gates_of(mixer)) in GATES and (not isinstance(mask, HierarchicalMask) or mask.is_standard)
 
 
+def signal_rows(batch: int) -> int:
+    """Return the rows of the batch of a program of `signals`: few, as long as there are few programs, because a program
+    takes the columns of W one tile after another."""
+    return min(triton.next_power_of_2(batch), 2 if batch <= 16 else 4 if batch <= 32 else 8)
+
+
 def project_signals(mixer: LinearMixer, x_BD: Tensor, used: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (log-gates_BG, beta_BG, level_BGJL or None), float32.
 
@@ -143,7 +149,7 @@ def project_signals(mixer: LinearMixer, x_BD: Tensor, used: int) -> tuple[Tensor
     )
     delta = 0 if mixer.beta_proj is None else mixer.config.largest_step
     pairs = [(x_BD, x_BD) if linear is None else (linear.weight, linear.bias) for linear in linears]
-    rows = min(8, triton.next_power_of_2(batch))
+    rows = signal_rows(batch)
     programs = triton.cdiv(groups, ROWS_PER_PROGRAM) * (2 if delta else 1)
     programs += heads * triton.cdiv(used, ROWS_PER_PROGRAM) if tree else 0
     columns = max(16, min(TILE // (ROWS_PER_PROGRAM * rows), triton.next_power_of_2(dim)))

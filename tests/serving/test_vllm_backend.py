@@ -16,13 +16,37 @@ def test_buffers_keep_their_address_and_mark_padding():
 
     builder = MixerMetadataBuilder.__new__(MixerMetadataBuilder)
     builder.rows_R, builder.seen_R = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
-    starts = torch.tensor([0, 1, 4, 5, 5])
-    rows, seen = builder.fill_buffers(torch.tensor([7, 3, 5, 9]), torch.tensor([10, 3, 1, 0]), starts)
-    assert rows.tolist() == [7, 3, 5, 0] and seen.tolist() == [9, 0, 0, -1]
+    cache = SimpleNamespace(mamba_cache_mode="none")
+    builder.vllm_config = SimpleNamespace(cache_config=cache)
+    builder.kv_cache_spec = SimpleNamespace(block_size=4)
+    table = torch.tensor([[7, 70, 700], [3, 30, 300], [5, 50, 500], [9, 90, 900]], dtype=torch.int32)
+    lengths, starts = torch.tensor([10, 3, 1, 0]), torch.tensor([0, 1, 4, 5, 5])
+    builder.write_rows(table, lengths, starts)
     assert builder.rows_R.tolist() == [7, 3, 5, 0, 0, 0, 0, 0] and builder.seen_R.tolist() == [9, 0, 0, *[-1] * 5]
-    again = builder.fill_buffers(torch.tensor([2]), torch.tensor([4]), torch.tensor([0, 1]))
-    assert [t.data_ptr() for t in again] == [rows.data_ptr(), seen.data_ptr()]
-    assert again[0].tolist() == [2] and again[1].tolist() == [3]
+    builder.write_rows(table[3:], torch.tensor([4]), torch.tensor([0, 1]))
+    assert builder.rows_R.tolist() == [9, *[0] * 7] and builder.seen_R.tolist() == [3, *[-1] * 7]
+    cache.mamba_cache_mode = "align"  # the block of the last token
+    builder.write_rows(table, lengths, starts)
+    assert builder.rows_R.tolist() == [700, 3, 5, 0, 0, 0, 0, 0]
+
+
+def test_decodes_are_what_vllm_counts(hybrid, monkeypatch):
+    from surgery.vllm.backend import MixerMetadataBuilder
+
+    seen, decodes = [], MixerMetadataBuilder.decodes
+
+    def compared(self, common):
+        metadata = decodes(self, common)
+        by_vllm = super(MixerMetadataBuilder, self).build(0, common)
+        counts = ["num_prefills", "num_prefill_tokens", "num_decodes", "num_decode_tokens", "num_reqs"]
+        assert [getattr(metadata, name) for name in counts] == [getattr(by_vllm, name) for name in counts]
+        seen.append(metadata.num_decodes)
+        return metadata
+
+    monkeypatch.setattr(MixerMetadataBuilder, "decodes", compared)
+    with engine(hybrid) as llm:
+        generate(llm, [[5], [5, 6, 7]], 4)
+    assert 2 in seen
 
 
 def test_layers_of_an_engine_get_lengths_from_the_cpu_and_rows_at_one_address(hybrid, monkeypatch):
