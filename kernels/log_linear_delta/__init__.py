@@ -5,12 +5,12 @@
 Guo et al. 2025, "Log-Linear Attention", sections 3.3 and 3.4. First every chunk by itself: the WY form of the plain
 rule (kernels/gated_delta/wy.py), then outputs (kernels/log_linear_delta/chunk.py). Forward of rows without a past:
 the slots of a Fenwick tree over chunks, each stored once, and one pass in which every chunk reads its slots
-(kernels/log_linear_delta/slots.py). Their backward, off until it has run on a GPU (`plan.SLOTS_BACKWARD`): every
-slot's gradient once, from all chunks that read it, then the tree from its root to the chunks
-(kernels/log_linear_delta/slot_gradients.py). The tree level by level (kernels/log_linear_delta/levels.py): rows with a
-past, features of more than twice the values, and backward those of more than the values, three and more query heads of
-a group, or more reads of slots than fit into memory. The backward recomputes the states; only the inputs are saved.
-Shapes as in kernels/gated_delta/__init__.py; level (B, T, G, J, L): lambdas.
+(kernels/log_linear_delta/slots.py). Their backward: every slot's gradient once, from all chunks that read it, then the
+tree from its root to the chunks (kernels/log_linear_delta/slot_gradients.py). The tree level by level
+(kernels/log_linear_delta/levels.py): rows with a past, features of more than twice the values, and backward those of
+more than the values, three and more query heads of a group, or more reads of slots than fit into memory. The backward
+recomputes the states; only the inputs are saved. Shapes as in kernels/gated_delta/__init__.py; level (B, T, G, J, L):
+lambdas.
 
 Counted floor for 64 tokens of a head, 256 chunks, V = K = 128, bf16: KiB moved between GPU memory and programs, where
 what several programs of a kernel read counts once, and million FLOP of products.
@@ -30,8 +30,9 @@ launched for 256 chunks of rows with a start: 22 by slots, 25 level by level, 32
 With V = 64 the forward by slots moves 310 KiB instead of 424, with 24 MFLOP instead of 18.
 
 One H200, bf16, B = 2, 48 heads, V = 64, K = 128, keys shared by the heads, all levels one by one (2026-11-21), ms forward
-/ with its backward: 0.91 / 4.7 for 4,096 tokens, 1.7 / 9.8 for 8,192, 7.5 / 50 for 32,768, 16 / 117 for 65,536. The
-backward by slots is not timed yet. The reference takes 36 times as long at 1,024, so the kernel is used wherever it
+/ with its backward level by level: 0.91 / 4.7 for 4,096 tokens, 1.7 / 9.8 for 8,192, 7.5 / 50 for 32,768, 16 / 117 for
+65,536. One H100, B = 1, 48 heads, V = K = 128, forward and backward by slots / level by level: 7.8 / 8.7 ms and 3.1 / 7.4
+GB for 8,192 tokens, 15.6 / 20.6 ms and 6.2 / 13.6 GB for 16,384. The reference takes 36 times as long at 1,024, so the kernel is used wherever it
 accepts the arguments.
 """
 

@@ -43,9 +43,9 @@ FORWARD_MEMORY_SHARE, BACKWARD_MEMORY_SHARE = 1 / 6, 1 / 24
 
 # Bytes of a transition (K, K) up to which `read_slots` holds it in shared memory beside its other tiles, on any GPU.
 MOST_TRANSITION_BYTES = 32 * 1024
-# The backward through slots: whether it is used (not before it has run on a GPU; tests turn it on), and the most query
-# heads of a group. With them the products of a read grow from 5 to 5 J, where those of a level grow from 8 to 6 + 2 J.
-SLOTS_BACKWARD, MOST_SLOT_HEADS = False, 2
+# The most query heads of a group in the backward through slots. With them the products of a read grow from 5 to 5 J, where
+# those of a level grow from 8 to 6 + 2 J.
+MOST_SLOT_HEADS = 2
 # Share of the free memory that the reads of slots may take. They grow with n log2(n) for n chunks, and no part of them is
 # done without the others: where they take more, the backward goes level by level, in groups that fit.
 SLOTS_MEMORY_SHARE = 1 / 4
@@ -363,7 +363,7 @@ class LogLinearDeltaPlan(DeltaPlan):
         Each query head takes its rows through every slot that it reads, where states pass through levels once for all.
         """
         s = self.sizes
-        if not (SLOTS_BACKWARD and self.has_slots and self.levels > 0 and s.K <= s.V and s.J <= MOST_SLOT_HEADS):
+        if not (self.has_slots and self.levels > 0 and s.K <= s.V and s.J <= MOST_SLOT_HEADS):
             return False
         size = 2 * self.most_reads * s.G * s.J * s.C * s.K * self.v.element_size()
         return size <= self.free_memory * SLOTS_MEMORY_SHARE

@@ -24,7 +24,7 @@ from surgery.kernels.launch import CachedLaunch
 from surgery.kernels.ssd.layout import power_of_two
 
 MAX_TILE = 32768  # elements of W that a program holds, columns of one half of u times rows
-WANTED_PROGRAMS, MAX_ROWS = 264, 8  # rows of the batch share a program, which holds W, if there are more programs
+WANTED_PROGRAMS, MAX_ROWS = 1280, 8  # rows of the batch share a program, which holds W, if there are more programs
 
 
 @triton.jit

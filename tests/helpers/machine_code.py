@@ -276,9 +276,8 @@ def compile_levels() -> None:
     """Compile log-linear Gated DeltaNet over enough chunks for a launch of each kernel: by slots, and by levels where a
     transition is large beside a state.
     """
-    from surgery.kernels.log_linear_delta import log_linear_delta, plan
+    from surgery.kernels.log_linear_delta import log_linear_delta
 
-    plan.SLOTS_BACKWARD = True
     tokens, wide = 2048, torch.bfloat16
     for features, values in ((128, 128), (64, 64), (64, 16)):
         sizes = (1, tokens, features), (tokens, features), (tokens, values)

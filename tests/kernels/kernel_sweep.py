@@ -389,9 +389,6 @@ def _(grid: str) -> Iterator[Case]:
 
 @cases("log_linear_delta")
 def _(grid: str) -> Iterator[Case]:
-    from surgery.kernels.log_linear_delta import plan
-
-    plan.SLOTS_BACKWARD = True  # off in the library until this sweep has run on a GPU
     return tree(grid, True)
 
 

@@ -19,15 +19,7 @@ from surgery.mixers.masks.semiseparable import semiseparable
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
-pytestmark = pytest.mark.usefixtures("loops_of_tensors", "slots_backward")
-
-
-@pytest.fixture
-def slots_backward(monkeypatch):
-    """The backward through slots, which is off until it has run on a GPU."""
-    from surgery.kernels.log_linear_delta import plan
-
-    monkeypatch.setattr(plan, "SLOTS_BACKWARD", True)
+pytestmark = pytest.mark.usefixtures("loops_of_tensors")
 
 
 # B, G, J, T, F, V, keys shared by the groups
@@ -216,7 +208,7 @@ def test_the_order_of_programs_changes_no_bit(monkeypatch, features, values):
 def test_backward_by_levels(monkeypatch, shape, levels, starts, gates):
     from surgery.kernels.log_linear_delta import plan as launch
 
-    monkeypatch.setattr(launch, "SLOTS_BACKWARD", shape[2] > launch.MOST_SLOT_HEADS)
+    monkeypatch.setattr(launch, "MOST_SLOT_HEADS", shape[2] - 1)
     monkeypatch.setattr(launch.LogLinearDeltaPlan, "slots_backward", None)
     check_log_linear(shape, gates, torch.float32, starts, levels, chunk=32)
 
@@ -269,7 +261,7 @@ def test_levels_in_groups(monkeypatch):
     """Where there is little memory."""
     from surgery.kernels.log_linear_delta import plan as launch
 
-    monkeypatch.setattr(launch, "SLOTS_BACKWARD", False)
+    monkeypatch.setattr(launch, "MOST_SLOT_HEADS", 0)
     monkeypatch.setattr(launch, "FORWARD_MEMORY_SHARE", 0)
     monkeypatch.setattr(launch, "BACKWARD_MEMORY_SHARE", 0)
     check_log_linear((1, 1, 1, 170, 16, 16, False), "mild", torch.float32, (0,), 5, chunk=32)
