@@ -682,11 +682,11 @@ def test_linears_are_one_table_of_the_page():
     names = ("forward", "forward, CUDA graph", "forward + backward")
     rows = [
         {"table": f"linear 8 -> 8, {what}", "x": x, "rival": rival, "ms": ms, "ratio": 2.0 / ms}
-        for what in names for x in (1, 512) for rival, ms in (("dense", 2.0), ("BTT s=4", 1.0), ("BTT, half", 1.0))
-        if (what == names[0] or x == (1 if what == names[1] else 512))
+        for what in names for x in (1, 8192) for rival, ms in (("dense", 2.0), ("BTT s=4", 1.0), ("BTT, half", 1.0))
+        if (what == names[0] or x == (1 if what == names[1] else 8192))
     ]  # fmt: skip
     ((_, columns, lines),) = page_tables.grids({"kind": "linear", "rows": rows})
-    assert columns == ["forward, 512", "forward, CUDA graph, 1", "forward + backward, 512"]
+    assert columns == ["forward, 8,192", "forward, CUDA graph, 1", "forward + backward, 8,192"]
     assert lines == [("8 -> 8, dense", 3 * ["2.00"]), ("8 -> 8, BTT s=4", 3 * ["2.00"])]
 
 

@@ -28,8 +28,8 @@ Cells are medians in milliseconds. Of linears they are speeds as multiples of th
 of speed and serve also multiples (x) or shares (%) of the original. `-`: too slow, or not measured in time."""
 SIZES = {
     "attention": (128, *(2**n for n in range(11, 18))),
-    "decode": (1024, 16_384, 65_536),
-    "linear": (1, 512, 8192),
+    "decode": (1024, 65_536),
+    "linear": (1, 8192),
     "model": (2048, 8192, 32_768, 131_072),
     "speed": (2048, 32_768, 131_072),
     "serve": (1, 16, 64, 256),  # batches
@@ -128,12 +128,10 @@ def linear_grid(rows: list[Row]) -> Grid:
 
 
 def speed_grid(rows: list[Row]) -> Grid:
-    """Return the measures of `surgery bench speed`: the cache of the smallest batch, the peak memory of the largest."""
-    batches = sorted({row["batch"] for row in rows})
-    left_out = {f"live cache, MB, batch {n}" for n in batches[1:]} | {
-        f"peak memory, GB, batch {n}" for n in batches[:-1]
-    }
-    found = [grid for grid in speed_grids(rows) if grid[0] not in left_out]
+    """Return the time to the first token of `surgery bench speed`, and decoding and peak memory at the largest batch."""
+    last = max(row["batch"] for row in rows)
+    shown = ("time to first token, ms", f"decoding, tokens per second, batch {last}", f"peak memory, GB, batch {last}")
+    found = [grid for grid in speed_grids(rows) if grid[0] in shown]
     lines = [(f"{title}: {name}", cells) for title, _, models in found for name, cells in models]
     return "", found[0][1] if found else [], lines
 
