@@ -189,10 +189,11 @@ def load_rows(experiment: Experiment, paths: list[Path]) -> list[Row]:
 
 
 def show(experiment: Experiment, paths: list[Path], plot: Path | None) -> str:
-    """Return tables and verdicts in Markdown, and draw the plot."""
+    """Return the claim, its rule, tables and verdicts in Markdown, and draw the plot."""
     rows = load_rows(experiment, paths)
     parts = [
-        f"{experiment.title} ({experiment.source}). Claim: {experiment.claim}. MACs: {CONVENTION}, without the head."
+        f"{experiment.title} ({experiment.source}). Claim: {experiment.claim}. MACs: {CONVENTION}, without the head.",
+        f"Rule: {experiment.rule}.",
     ]
     names = {row["setting"] for row in rows}
     known = experiment.settings_of(rows)

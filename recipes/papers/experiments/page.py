@@ -64,14 +64,10 @@ EXPERIMENTS = (
 
 
 MANY = 5  # differences
-WAITING = f"Settings that are not run to the end: runs done of all runs, and the forecast{COUNTED}."
+WAITING = f"Settings that are not run to the end, of each experiment: how many, and the forecast in minutes{COUNTED}"
 # The tables of the page: of each experiment the columns, by the first words of their heads. `show` prints all.
 TABLES = {
-    "recall": ("model", "width", "accuracy", "paper"),
-    "block_mixing": ("mixer", "accuracy", "seeds", "8x"),
     "scaling": ("structure", "width", "MACs", "error"),
-    "language": ("mixer", "width", "nats", "positions"),
-    "needles": ("mixer", "32 tokens", "128 tokens", "256 tokens", "1024 tokens"),
 }
 
 
@@ -157,11 +153,6 @@ def counts() -> str:
     )
 
 
-def rules_section() -> str:
-    """Return the comparisons of each experiment in Markdown."""
-    return "\n".join(f"- `{e.name}`: {e.rule}" for e in EXPERIMENTS)
-
-
 def rows_section() -> str:
     """Return for every setting its verdict with the results that decide nothing, then what is not run to the end, then
     the tables of TABLES, in Markdown.
@@ -179,12 +170,10 @@ def rows_section() -> str:
                     tables.append(f"`{experiment.name}`, `{setting.name}`: {_size(setting)}")
                     tables.append(markdown(select_columns(experiment.table(rows, setting), columns)))
             else:
-                have = sum(row["setting"] == setting.name for row in rows)
-                minutes = f", {_minutes(experiment, setting)} minutes" if verdict.word == GPU_TIME else ""
-                left.append(f"`{setting.name}` {have} of {setting.runs}{minutes}")
+                left.append(_minutes(experiment, setting) if verdict.word == GPU_TIME else 0)
         if left:
-            waiting.append(f"- `{experiment.name}`: {'; '.join(left)}")
-    return "\n\n".join([markdown(lines), f"{WAITING}\n\n" + "\n".join(waiting), *tables])
+            waiting.append(f"`{experiment.name}` {len(left)}, {sum(left)}")
+    return "\n\n".join([markdown(lines), f"{WAITING}: {'; '.join(waiting)}.", *tables])
 
 
 def select_columns(table: list[list[str]], starts: tuple[str, ...]) -> list[list[str]]:
@@ -207,7 +196,6 @@ def sections() -> dict[str, str]:
         "results": results_section(),
         "figures": figures_section(EXPERIMENTS),
         "costs": costs_section(),
-        "rules": rules_section(),
         "rows": rows_section(),
         "speed": speed.section(),
     }
