@@ -1,6 +1,6 @@
 """The generated sections of docs/papers.md and docs/measurements/papers.md, computed from the rows of the repository:
-results with their verdicts and how many there are of each, tables of the rows, all other figures and tables of the five
-papers, and what is out of reach.
+results with their verdicts and how many there are of each, what is not run to the end, all other figures and tables of
+the five papers, and what is out of reach.
 
 python -m recipes.papers.experiments.page            print the sections
 python -m recipes.papers.experiments.page --write docs/papers.md docs/measurements/papers.md
@@ -65,10 +65,6 @@ EXPERIMENTS = (
 
 MANY = 5  # differences
 WAITING = f"Settings that are not run to the end, of each experiment: how many, and the forecast in minutes{COUNTED}"
-# The tables of the page: of each experiment the columns, by the first words of their heads. `show` prints all.
-TABLES = {
-    "scaling": ("structure", "width", "MACs", "error"),
-}
 
 
 class Result(NamedTuple):
@@ -154,36 +150,17 @@ def counts() -> str:
 
 
 def rows_section() -> str:
-    """Return for every setting its verdict with the results that decide nothing, then what is not run to the end, then
-    the tables of TABLES, in Markdown.
-    """
-    lines, waiting, tables = [["setting", "verdict", "besides"]], [], []
+    """Return how many settings of each experiment are not run to the end, and their forecast. `show` prints the rest."""
+    waiting = []
     for experiment in EXPERIMENTS:
         rows, left = load_rows(experiment, []), []
         for setting in experiment.settings_of(rows):
-            verdict = experiment.judge(rows, setting)
-            if is_complete(rows, setting):
-                besides = _short(verdict.besides, setting).replace("|", "\\|")
-                lines.append([f"`{experiment.name}`, `{setting.name}`", verdict.word, besides])
-                columns = TABLES.get(experiment.name)
-                if columns:
-                    tables.append(f"`{experiment.name}`, `{setting.name}`: {_size(setting)}")
-                    tables.append(markdown(select_columns(experiment.table(rows, setting), columns)))
-            else:
-                left.append(_minutes(experiment, setting) if verdict.word == GPU_TIME else 0)
+            if not is_complete(rows, setting):
+                is_forecast = experiment.judge(rows, setting).word == GPU_TIME
+                left.append(_minutes(experiment, setting) if is_forecast else 0)
         if left:
             waiting.append(f"`{experiment.name}` {len(left)}, {sum(left)}")
-    return "\n\n".join([markdown(lines), f"{WAITING}: {'; '.join(waiting)}.", *tables])
-
-
-def select_columns(table: list[list[str]], starts: tuple[str, ...]) -> list[list[str]]:
-    """Return the columns of a table whose heads begin with one of these words, in the table's order."""
-    chosen = [i for i, head in enumerate(table[0]) if head.startswith(starts)]
-    return [[line[i] for i in chosen] for line in table]
-
-
-def _size(setting: Setting) -> str:
-    return f"{setting.steps:,} steps of {setting.rows} rows of {setting.length} tokens, {setting.seeds} seeds"
+    return f"{WAITING}: {'; '.join(waiting)}."
 
 
 def _minutes(experiment: Experiment, setting: Setting) -> int:
