@@ -305,7 +305,7 @@ def compile_pages() -> None:
     pool = {f"ring.{name}": torch.zeros(2, 65, *t.shape[1:]) for name, t in new.items()}
     pool |= {f"sink.{name}": torch.zeros(2, 4, *new[name].shape[1:]) for name in "kv"}
     length_R, start_R, page_RP = (torch.zeros(*size, dtype=torch.int32) for size in ((2,), (3,), (2, 4)))
-    write_request_rows(length_R, start_R, page_RP, page_R.int(), page_R.int(), 16, 0)
+    write_request_rows(length_R, start_R, page_RP, page_R.int(), page_R.int(), block=16, no_page=0)
     plan = pieces.window_plan(64, 4, 65, 64)
     gather_window(new["k"], new, pool, page_R, plan, list(new))
     store_window(new["k"], new, pool, page_R, plan)

@@ -564,7 +564,7 @@ def request_rows(grid: str) -> Iterator[Case]:
         def run(x: Leaves, write: Any, block: int = block) -> list[Any]:
             starts = torch.nn.functional.pad(x["count"].cumsum(0), (1, 0)).int()
             to = [torch.full((len(x["count"]) + 5,), 77, dtype=torch.int32, device=DEVICE) for _ in range(2)]
-            write(x["length"], starts, x["page"], *to, block, 0)
+            write(x["length"], starts, x["page"], *to, block=block, no_page=0)
             return [t[: len(x["count"])].double() for t in to]
 
         def call(x: Leaves, run: Any = run) -> list[Any]:
