@@ -36,14 +36,14 @@ def request_rows(
     tl.store(seen + i_S, tl.where(is_real_S, length_S - tokens_S, NONE), mask=i_S < size)
 
 
-def accepts(length_R: Tensor, start_R: Tensor, page_RP: Tensor, rows_S: Tensor, seen_S: Tensor, *_: int) -> bool:
+def accepts(length_R: Tensor, start_R: Tensor, page_RP: Tensor, rows_S: Tensor, seen_S: Tensor, **_: int) -> bool:
     """Return whether the kernel computes this call: integers that lie side by side."""
     return page_RP.stride(1) == 1 and all(t.is_contiguous() for t in (length_R, start_R, rows_S, seen_S))
 
 
 @register_kernel(write_request_rows, accepts=accepts)
 def write_request_rows_triton(
-    length_R: Tensor, start_R: Tensor, page_RP: Tensor, rows_S: Tensor, seen_S: Tensor, block: int, no_page: int
+    length_R: Tensor, start_R: Tensor, page_RP: Tensor, rows_S: Tensor, seen_S: Tensor, *, block: int, no_page: int
 ) -> None:
     """`write_request_rows` in one launch."""
     size = len(rows_S)

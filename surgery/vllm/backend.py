@@ -96,7 +96,7 @@ class MixerMetadataBuilder(BaseMambaAttentionMetadataBuilder[MixerMetadata]):
         """
         is_aligned = self.vllm_config.cache_config.mamba_cache_mode == "align"
         block = self.kv_cache_spec.block_size if is_aligned else 0
-        write_request_rows(length_R, start_R, page_RP, self.rows_R, self.seen_R, block, NULL_BLOCK_ID)
+        write_request_rows(length_R, start_R, page_RP, self.rows_R, self.seen_R, block=block, no_page=NULL_BLOCK_ID)
 
 
 class MixerBackend(AttentionBackend):

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.small_training import EMBEDDED
 from helpers.small_training import TINY_CHECKPOINT as TINY
 from rich.markup import escape
 
@@ -205,9 +206,9 @@ def test_the_package_has_them_under_the_commands_names():
 
 
 def test_layer_ranges_are_text():
-    whole = surgery.plan(TINY, "low-rank-half")["totals"]["modules"]
+    whole = surgery.plan(EMBEDDED, "low-rank-half")["totals"]["modules"]
     for given in ({"layers": "1:-1"}, {"overrides": {"layers": "1:-1"}}):
-        assert 0 < surgery.plan(TINY, "low-rank-half", **given)["totals"]["modules"] < whole
+        assert 0 < surgery.plan(EMBEDDED, "low-rank-half", **given)["totals"]["modules"] < whole
 
 
 def test_no_number_of_a_table_is_cut():

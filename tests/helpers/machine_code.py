@@ -291,6 +291,7 @@ def compile_levels() -> None:
 def compile_pages() -> None:
     """Compile pieces of prompts in the pages of a server's cache: log-linear states with and without blocks, the window."""
     from surgery.mixers.common.packed_pieces import PackedPieces
+    from surgery.mixers.common.request_rows import write_request_rows
     from surgery.mixers.common.window_hybrid import gather_window, store_window
     from surgery.mixers.masks.log_linear import log_linear_in_pool
 
@@ -303,6 +304,8 @@ def compile_pages() -> None:
     new = {"k": k[0].transpose(0, 1), "v": v[0].transpose(0, 1), "gate": torch.zeros(270, 2)}
     pool = {f"ring.{name}": torch.zeros(2, 65, *t.shape[1:]) for name, t in new.items()}
     pool |= {f"sink.{name}": torch.zeros(2, 4, *new[name].shape[1:]) for name in "kv"}
+    length_R, start_R, page_RP = (torch.zeros(*size, dtype=torch.int32) for size in ((2,), (3,), (2, 4)))
+    write_request_rows(length_R, start_R, page_RP, page_R.int(), page_R.int(), block=16, no_page=0)
     plan = pieces.window_plan(64, 4, 65, 64)
     gather_window(new["k"], new, pool, page_R, plan, list(new))
     store_window(new["k"], new, pool, page_R, plan)

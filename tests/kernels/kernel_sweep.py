@@ -540,6 +540,43 @@ def window_pieces(grid: str) -> Iterator[Case]:
         yield Case(name, dtype, S, rows, call, kernel=kernel, names=ops, gradients=False)
 
 
+# Requests, pages of each, tokens of a page
+REQUESTS = {
+    "full": [(60_000, 40, 16), (60_000, 3, 0)],
+    "reduced": [(1000, 9, 16), (300, 2, 0)],
+    "tiny": [(5, 3, 16), (3, 2, 0)],
+    "far": [],
+}
+
+
+@cases("request_rows")
+def request_rows(grid: str) -> Iterator[Case]:
+    """Yield requests whose pages and lengths are written to buffers, every seventh one padding."""
+    from surgery.mixers.common.request_rows import write_request_rows
+
+    for R, P, block in REQUESTS[grid]:
+        torch.manual_seed(R)
+        count = torch.arange(R, device=DEVICE) % 7
+        length = torch.where(count > 0, count + torch.randint(0, max(1, P * block - 7), (R,), device=DEVICE), 0)
+        rows = {"length": length.int(), "count": count.int()}
+        rows["page"] = torch.randint(1, 2**31 - 1, (R, P), dtype=torch.int32, device=DEVICE)
+
+        def run(x: Leaves, write: Any, block: int = block) -> list[Any]:
+            starts = torch.nn.functional.pad(x["count"].cumsum(0), (1, 0)).int()
+            to = [torch.full((len(x["count"]) + 5,), 77, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+            write(x["length"], starts, x["page"], *to, block=block, no_page=0)
+            return [t[: len(x["count"])].double() for t in to]
+
+        def call(x: Leaves, run: Any = run) -> list[Any]:
+            return run(x, write_request_rows.reference)
+
+        def kernel(x: Leaves, run: Any = run) -> list[Any]:
+            return run(x, write_request_rows)
+
+        name = f"rows of {R} requests with {P} pages of {block} tokens"
+        yield Case(name, F32, R, rows, call, kernel=kernel, names=("write_request_rows",), gradients=False)
+
+
 for _kind in ("ssd", "gated_delta", "log_linear_delta", "log_linear_delta_pages"):
     CASES[f"{_kind}_pieces"] = lambda grid, kind=_kind: piece_cases(grid, kind)
 

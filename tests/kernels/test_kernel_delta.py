@@ -213,6 +213,12 @@ def test_backward_by_levels(monkeypatch, shape, levels, starts, gates):
     check_log_linear(shape, gates, torch.float32, starts, levels, chunk=32)
 
 
+@pytest.mark.parametrize("heads", [2, 3])
+def test_wide_keys(heads):
+    """More than 128 features of 16 bits: two query heads of a group in a program, or one."""
+    check_log_linear((1, 1, heads, 150, 136, 24, False), "mild", torch.float16, (0,))
+
+
 @pytest.mark.parametrize("starts, lengths", [((0, 0), (1, 40)), ((31, 96), (70, 700)), ((32 * 511, 7), (2000, 65))])
 def test_reads_of_slots_have_places_of_their_own(starts, lengths):
     """Each read of a slot by a chunk, counted one by one, and all within the bound, where rows are as long as they can

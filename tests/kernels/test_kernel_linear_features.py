@@ -80,6 +80,20 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("case", [{"span": (4, 290)}, {"form": "given", "rotated": False}, {"R": 12}], ids=str)
+def test_one_program_takes_several_tiles(case, monkeypatch):
+    """W is loaded once for them; in most cases here each tile has a program of its own."""
+    import surgery.kernels.linear_features as module
+
+    if not CUDA:
+        patch_bfloat16_products(monkeypatch)
+    case = {"K": 16, "form": "both", "rotated": True, "map": True, "norm": True, "T": 300, "H": 1} | case
+    exact = features_of(case, torch.bfloat16, "reference")
+    monkeypatch.setattr(module, "MAPPED_PROGRAMS", 5)  # 20 tiles: four for each program
+    ours = features_of(case, torch.bfloat16, "kernel")
+    assert max(errors(ours, exact).values()) < TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_features(case):
     exact, ours = (features_of(case, torch.float32, choice) for choice in ("reference", "kernel"))

@@ -24,7 +24,7 @@ def test_kernel_equals_reference(count, size, block):
     for name in ("kernel", "reference"):
         buffers = [torch.full((size,), 77, dtype=torch.int32, device=DEVICE) for _ in range(2)]
         with use_kernels(name):
-            write_request_rows(*given, *buffers, block, 0)
+            write_request_rows(*given, *buffers, block=block, no_page=0)
         found[name] = [t.tolist() for t in buffers]
     assert found["kernel"] == found["reference"]
     assert found["kernel"][0][count:] == [0] * (size - count) and found["kernel"][1][count:] == [-1] * (size - count)

@@ -179,7 +179,7 @@ def test_an_interrupted_run_is_not_overwritten(btt, texts, tmp_path):
 # -- bad steps ---------------------------------------------------------------------------------------------------
 @pytest.fixture
 def poison_loss(monkeypatch):
-    """The loss of the step that begins with this example is no number, in the third layer's MLP or of itself."""
+    """The loss of the step that begins with this example is no number, in the second layer's MLP or of itself."""
     from surgery.training.stages.lm import LMStage
 
     plain = LMStage.losses
@@ -187,7 +187,7 @@ def poison_loss(monkeypatch):
     def poison(where: str, example: int):
         def losses(self, models, batch):
             hit = example in batch["index"].tolist()
-            module = models.student.model.layers[2].mlp
+            module = models.student.model.layers[1].mlp
             hook = (
                 module.register_forward_hook(lambda *a: a[-1] * float("nan"), prepend=True)
                 if hit and where == "mlp"
@@ -209,7 +209,7 @@ def test_a_step_of_no_numbers_stops_the_run_before_it_does_harm(btt, texts, tmp_
     """Though the loop looks only every fourth step; the message names step, module and checkpoint."""
     poison_loss("mlp", 13)  # the fourth step of four rows
     told = healing_recipe(texts, {"kind": "lm", "trains": ["new"], "tokens": 2048}, log=4, checkpoint=2)
-    with pytest.raises(SurgeryError, match=r"step 4.*model\.layers\.2\.mlp\b.*step-0000002.*--skip-bad-steps") as error:
+    with pytest.raises(SurgeryError, match=r"step 4.*model\.layers\.1\.mlp\b.*step-0000002.*--skip-bad-steps") as error:
         finetune(str(btt), told, tmp_path / "out")
     assert "first NaN or infinite activations" in str(error.value)
     record = finetune(str(btt), told, tmp_path / "out", resume=True, skip_bad_steps=True)

@@ -15,7 +15,7 @@ NO_TOKEN = -1  # tokens that a row without a request has seen
 
 @dispatched
 def write_request_rows(
-    length_R: Tensor, start_R: Tensor, page_RP: Tensor, rows_S: Tensor, seen_S: Tensor, block: int, no_page: int
+    length_R: Tensor, start_R: Tensor, page_RP: Tensor, rows_S: Tensor, seen_S: Tensor, *, block: int, no_page: int
 ) -> None:
     """Write each request's page to rows_S, and its tokens before the step to seen_S, both int32.
 
