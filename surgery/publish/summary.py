@@ -17,7 +17,7 @@ from surgery.architectures.attention import mixer_shape, shapes_without_mixer
 from surgery.architectures.linears import LinearInfo, ModelLayout, find_linears
 from surgery.checkpoint.outline import describe_unconverted_model
 from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoint
-from surgery.checkpoint.table import is_narrowed, mixers_of, stored_size, table_of
+from surgery.checkpoint.table import QUANT_METHOD, is_narrowed, mixers_of, stored_size, table_of
 from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME, read_json
 from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
@@ -181,11 +181,21 @@ def _counted_shapes(shapes: list[tuple[tuple[int, int], bool]]) -> list[dict[str
     ]
 
 
+def _how_to_get_report(folder: Path) -> str:
+    """Return what to do about a folder without a report: `save_pretrained` of a loaded model writes none."""
+    path = folder / "config.json"
+    config = read_json(path) if path.is_file() else None
+    table = config.get("quantization_config") if isinstance(config, dict) else None
+    if isinstance(table, dict) and table.get("quant_method") == QUANT_METHOD:
+        return "The weights are converted: copy the file from the checkpoint that the model was loaded from."
+    return "Give a converted checkpoint."
+
+
 def read_report(folder: Path, name: str) -> dict[str, Any]:
     """Read and validate the report of a converted checkpoint; one of an older version is returned in today's words."""
     path = folder / REPORT_NAME
     if not path.is_file():
-        raise SurgeryError(f"{name} has no {REPORT_NAME}, which `surgery convert` writes. Give a converted checkpoint.")
+        raise SurgeryError(f"{name} has no {REPORT_NAME}, which `surgery convert` writes. {_how_to_get_report(folder)}")
     from surgery.checkpoint.report import validate_report
 
     report: dict[str, Any] = read_json(path)

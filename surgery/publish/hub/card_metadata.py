@@ -55,7 +55,7 @@ def base_model_note(report: dict[str, Any], base_model: str | None) -> str | Non
     if is_hub_id(name):
         return None
     return (
-        f"the card has no base_model, because {public_name(name)} is a folder. If the original is on the Hub, name it: "
+        f"the card has no base_model, because {public_name(name)} is a local path. If the original is on the Hub, name it: "
         "--base-model org/name."
     )
 
