@@ -9,8 +9,9 @@ SDPA). Rows of BTT also have those of the dense matrix ("dense") and of two batc
 
 Between and beyond the measured sizes, the log of an implementation's time over the kernel's is the rows' mean, weighted
 by distance^-4 in log sizes (Shepard 1968, A two-dimensional interpolation function): at a measured size it is the
-measured value. A GPU's times hold for its compute capability, those of bfloat16 also for float16. Where every row is
-more than eightfold away, or the GPU or dtype was not measured, the kernel's own rule decides.
+measured value. A GPU reads its own times, and for sizes that it was not measured at those of other GPUs of its compute
+capability; times of bfloat16 hold for float16 too. Where every row is more than eightfold away, or the GPU's capability
+or the dtype was not measured, the kernel's own rule decides.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ Choice = TypeVar("Choice")
 
 
 class DeviceKey(NamedTuple):
-    """Compute capability and dtype that a table of times holds for."""
+    """What a table of times holds for. name: as torch gives it, NVIDIA H100 80GB HBM3; "" prefers no GPU."""
 
     capability: tuple[int, ...]
     dtype: str
+    name: str = ""
 
 
 class TuningQuery(NamedTuple):
@@ -119,10 +121,17 @@ def log_ratio_to_kernel(near: list[tuple[float, dict[str, Any]]], implementation
 
 @cache
 def device_rows(device: DeviceKey) -> list[dict[str, Any]]:
-    """Return the rows of all tables for a device and dtype."""
+    """Return the rows for a device and dtype: its own, and those of other GPUs of its capability at sizes that it lacks.
+
+    Of several other GPUs, the first table that has a size gives its row.
+    """
     dtype = "bfloat16" if device.dtype == "float16" else device.dtype
-    device_tables = [t for t in tables() if (tuple(t["capability"]), t["dtype"]) == (device.capability, dtype)]
-    return [row for table in device_tables for row in table["rows"]]
+    alike = [t for t in tables() if (tuple(t["capability"]), t["dtype"]) == (device.capability, dtype)]
+    rows: dict[Hashable, dict[str, Any]] = {}
+    for table in sorted(alike, key=lambda table: bool(table["device"] != device.name)):  # its own first
+        for row in table["rows"]:
+            rows.setdefault((row["op"], row["pass"], *sorted(row["sizes"].items())), row)
+    return list(rows.values())
 
 
 # -- the choice for a call ---------------------------------------------------------------------------------
@@ -204,7 +213,8 @@ def named_sizes(**named: int) -> NamedSizes:
 def device_key(device: torch.device, dtype: torch.dtype) -> DeviceKey:
     """Return the key of the tables for a device and dtype."""
     capability: tuple[int, ...] = torch.cuda.get_device_capability(device) if device.type == "cuda" else ()
-    return DeviceKey(capability, str(dtype).removeprefix("torch."))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return DeviceKey(capability, str(dtype).removeprefix("torch."), name)
 
 
 def training_pass(*tensors: Tensor) -> Pass:

@@ -23,7 +23,7 @@ from surgery.eval.speed.baselines import distribution_version
 from surgery.eval.speed.roofline import linear_attention_work, log_linear_reads
 from surgery.eval.speed.timer import BenchmarkCase, Call, TimedImplementation, backward, forward
 
-TOKENS = {"full": (8192, 16384, 32768), "main": (8192, 16384, 32768), "small": (64,)}
+TOKENS = {"full": (8192, 16384, 32768, 65536), "main": (8192, 16384, 32768), "small": (64,)}
 WIDTHS = {"full": (1, 48, 128, 128), "main": (1, 48, 128, 128), "small": (1, 2, 16, 16)}  # B, H, V, K
 MASKS = {  # tables: name, mask, delta, its op in kernels/packages; the first row is what the others are compared with
     "Gated DeltaNet": (

@@ -488,13 +488,13 @@ class LinearMixer(Mixer):
         """Return whether all rows begin with this call, have no padding, and go on behind window and sinks.
 
         The first token written and the first query that reads it are then the same in all rows: slices take the place
-        of tables.
+        of tables. Without a window every query reads, and `linear_features` computes its features by a kernel.
         """
-        buffer = self.window_buffer
-        if buffer is None or isinstance(buffer, ChunkBuffer) or inputs.valid_BT is not None:
+        buffer, length = self.window_buffer, inputs.x_BTD.shape[1]
+        if isinstance(buffer, ChunkBuffer) or inputs.valid_BT is not None or not self.shape.causal:
             return False
         begins = past is None or past.max_seen == 0
-        return begins and inputs.x_BTD.shape[1] > buffer.window + buffer.sinks
+        return begins and length > (1 if buffer is None else buffer.window + buffer.sinks)
 
     def _first_tokens(
         self, inputs: MixerInputs, past: MixerState

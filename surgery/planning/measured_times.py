@@ -279,14 +279,14 @@ def check_measured_times(table: Any, where: str) -> dict[str, Any]:
 
 # -- tables of results of `surgery bench` ----------------------------------------------------------------
 def tuning_tables(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tables of kernels/tuning.py, one per dtype: times of each op's implementations and of what it
-    replaces.
+    """Return the tables of kernels/tuning.py, one per device and dtype: times of each op's implementations and of what
+    it replaces.
     """
-    tables: dict[str, dict[str, Any]] = {}
+    tables: dict[tuple[str, str], dict[str, Any]] = {}
     for result in results:
         head = {name: result[name] for name in ("device", "capability", "dtype", "date", "versions")}
         head["capability"] = head["capability"] or []
-        into = tables.setdefault(result["dtype"], {**head, "rows": []})["rows"]
+        into = tables.setdefault((result["device"], result["dtype"]), {**head, "rows": []})["rows"]
         for table in dict.fromkeys(row["table"] for row in result["rows"]):
             for x in dict.fromkeys(row["x"] for row in result["rows"] if row["table"] == table):
                 case = [row for row in result["rows"] if (row["table"], row["x"]) == (table, x) and row["ms"]]

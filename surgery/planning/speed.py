@@ -46,6 +46,7 @@ def find_table(speed: SpeedRecipe) -> dict[str, Any]:
     if not matches:
         query = " ".join(word for word in (speed.device, speed.dtype) if word)
         raise SurgeryError(f"speed: {where} has no times of {query!r}, it has those of {known}. {MEASURE}")
+    matches = [table for table in matches if table["device"] == matches[0]["device"]]  # the first, if none is named
     if len({table["dtype"] for table in matches}) > 1:
         raise SurgeryError(f"speed: {where} has times of several dtypes ({known}). Set speed.dtype")
     return {**matches[0], "rows": [row for table in matches for row in table["rows"]]}

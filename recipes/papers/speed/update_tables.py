@@ -53,11 +53,12 @@ def merge_results(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def keep_unmeasured(tables: list[dict[str, Any]], old: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the tables with the rows of the old ones that they do not measure.
 
-    Old rows of the same device and versions join a table, others stay in a table of their own, before it.
+    Old rows of the same device and versions join a table, others stay in a table of their own, before it. Rows of other
+    devices all stay.
     """
     kept = []
     for before in old:
-        same = [t for t in tables if all(t[name] == before[name] for name in ("capability", "dtype"))]
+        same = [t for t in tables if all(t[name] == before[name] for name in ("device", "dtype"))]
         measured = {_row_key(row) for table in same for row in table["rows"]}
         rows = [row for row in before["rows"] if _row_key(row) not in measured]
         joined = next((t for t in same if all(t[name] == before[name] for name in ("device", "versions"))), None)
@@ -130,6 +131,8 @@ def main(arguments: list[str]) -> None:
     if not paths or any(path.startswith("-") for path in paths):
         raise SystemExit("usage: python -m recipes.papers.speed.update_tables [--add] FILE.json ..")
     read = [json.loads(Path(path).read_text(encoding="utf-8")) for path in paths]
+    if len(devices := sorted({result["device"] for result in read})) > 1:
+        raise SystemExit(f"the files must be of one device (got {', '.join(devices)})")
     whole = {heading(result): result for result in read if result["kind"] in WHOLE}
     results = [*merge_results([result for result in read if result["kind"] not in WHOLE]), *whole.values()]
     of_ops = [result for result in results if result["kind"] not in ("model", *WHOLE)]
