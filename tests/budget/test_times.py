@@ -42,8 +42,8 @@ def test_a_structure_that_was_not_measured_is_no_faster_than_its_share():
 
 
 def test_a_device_without_a_table_is_counted():
-    device = find_device("H100", None, 4096)
-    rate, bandwidth = DATA_SHEETS["h100"]
+    device = find_device("A100", None, 4096)
+    rate, bandwidth = DATA_SHEETS["a100"]
     assert device.times is None and "counted, not measured" in device.describe()
     assert device.linear_ns("prefill", (4096, 4096), None, 4096**2) == round(2 * 4096 * 4096**2 / rate * 1e9)
     moved = 2 * (4096**2 + 2 * 4096)
@@ -54,17 +54,19 @@ def test_a_device_without_a_table_is_counted():
 def test_attention_is_counted():
     """Softmax grows with the square of a prompt, a window with its length; a decoding step reads its cache."""
     window = mixer_config({"mixer": "window", "window": 256, "sinks": 4})
-    short, long = find_device("h100", None, 8192), find_device("h100", None, 32768)
+    short, long = find_device("a100", None, 8192), find_device("a100", None, 32768)
     assert long.attention_ns("prefill", None, SHAPE, BF16) == pytest.approx(
         16 * short.attention_ns("prefill", None, SHAPE, BF16), rel=1e-3
     )
     assert long.attention_ns("prefill", window, SHAPE, BF16) < 6 * short.attention_ns("prefill", window, SHAPE, BF16)
     moved = 32768 * 2 * (64 + 64) * 2
-    assert long.attention_ns("decode", None, SHAPE, BF16) == round(moved / DATA_SHEETS["h100"][1] * 1e9)
+    assert long.attention_ns("decode", None, SHAPE, BF16) == round(moved / DATA_SHEETS["a100"][1] * 1e9)
 
 
 def test_an_unknown_device_is_refused():
-    with pytest.raises(SurgeryError, match=r"--on must be one of NVIDIA H200, h100, .*\(got 'abacus'\).*surgery bench"):
+    with pytest.raises(
+        SurgeryError, match=r"--on must be one of NVIDIA H200, NVIDIA H100 80GB HBM3, .*\(got 'abacus'\).*surgery bench"
+    ):
         find_device("abacus", None, 4096)
 
 

@@ -565,10 +565,19 @@ def test_a_device_reads_its_own_times_and_those_of_others_where_it_lacks_a_size(
 
 
 def test_sizes_between_the_measured_ones_take_an_implementation_near_the_best(monkeypatch):
-    """Each measured size of kernels/tuning.json, chosen by all others: within 10% of the fastest in 98 of 100."""
+    """Each measured size of kernels/tuning.json, chosen by all others: within 10% of the fastest in 98 of 100. The
+    times of the H200 choose so in 23 of the 24 sizes that were measured on the H100.
+    """
     place = measured.DeviceKey((9, 0), "bfloat16", "NVIDIA H200")
     rows = [row for row in measured.device_rows(place) if sum(name in row for name in measured.IMPLEMENTATIONS) > 1]
-    losses = []
+    losses, other_device = [], []
+    for table in measured.tables():
+        for row in table["rows"] if table["device"] == "NVIDIA H100 80GB HBM3" else ():
+            ways = tuple(name for name in measured.IMPLEMENTATIONS if row.get(name))
+            chosen = measured.fastest_measured(row["op"], row["pass"], tuple(row["sizes"].items()), place, ways)
+            if chosen is not None:
+                other_device.append(row[chosen] / min(row[name] for name in ways))
+    assert len(other_device) == 24 and sum(loss <= 1.1 for loss in other_device) == 23, sorted(other_device)
     for row in rows:
         ways = tuple(name for name in measured.IMPLEMENTATIONS if row.get(name))
         monkeypatch.setattr(measured, "device_rows", lambda _, row=row: [other for other in rows if other is not row])
@@ -576,7 +585,7 @@ def test_sizes_between_the_measured_ones_take_an_implementation_near_the_best(mo
         chosen = measured.fastest_measured.__wrapped__(*query)  # without its cache
         if chosen is not None:  # else the kernel's own rule decides
             losses.append(row[chosen] / min(row[name] for name in ways))
-    assert len(losses) > 500 and sum(loss <= 1.1 for loss in losses) > 0.98 * len(losses), max(losses)
+    assert len(losses) > 500 and sum(loss <= 1.1 for loss in losses) >= 0.98 * len(losses), sorted(losses)[-12:]
 
 
 def test_an_op_takes_what_the_table_says(table, monkeypatch):
