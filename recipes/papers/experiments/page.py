@@ -91,21 +91,19 @@ def results() -> list[Result]:
 
 
 def _result(experiment: Experiment) -> Result:
-    rows, found, words, reasons = load_rows(experiment, []), [], [], []
+    """Return the line of an experiment: the figures of the largest setting that is run to the end, and the verdicts of
+    all that are."""
+    rows, found, words, reasons = load_rows(experiment, []), "not run to the end", [], []
     for setting in experiment.settings_of(rows):
         verdict = experiment.judge(rows, setting)
         words.append(verdict.word)
         if is_complete(rows, setting):
-            found.append(f"`{setting.name}`, {_runs(setting)}: {_short(verdict.found, setting)}")
+            found = f"`{setting.name}`, {_runs(setting)}: {_short(verdict.found, setting)}"
             reasons.append((f"`{setting.name}` {verdict.word}", verdict.why))
-    why = "; ".join(f"{name}: {why}" if len(reasons) > 1 else why for name, why in reasons)
+    earlier = [name for name, _ in reasons[:-1]]
+    last = [f"{name}: {why}" if earlier and why else name if earlier else why for name, why in reasons[-1:]]
     return Result(
-        experiment.source,
-        experiment.claim,
-        "; ".join(found) or "not run to the end",
-        combine(words),
-        why,
-        experiment.name,
+        experiment.source, experiment.claim, found, combine(words), "; ".join([*earlier, *last]), experiment.name
     )
 
 
@@ -131,7 +129,7 @@ def results_section() -> str:
     """Return the number of results of each verdict, and the table of all, in Markdown."""
     lines = [["result", "what the paper says", "what was found", "verdict", "module"]]
     for result in results():
-        why = re.sub(f"(?:; )?{OPEN}", "", result.why)
+        why = re.sub(f"(?:; |: )?{OPEN}", "", result.why)
         verdict = f"{result.word} ({why})" if why else result.word
         cells = (result.source, result.claim, result.found, verdict, f"`{result.module}`")
         lines.append([cell.replace("|", "\\|") for cell in cells])
