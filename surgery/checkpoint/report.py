@@ -84,6 +84,7 @@ class TrialReport(ReportModel):
     converted: Annotated[float, Field(ge=-1e30, le=1e30)]
     difference_se: Number = None
     tokens: Count = 0
+    samples: Count = 0
 
 
 class MlpsReport(ReportModel):
@@ -189,6 +190,7 @@ class HeldOutReport(ReportModel):
     converted: Annotated[float, Field(ge=-1e30, le=1e30)]
     difference_se: Number
     tokens: Count = 0
+    samples: Count = 0
 
 
 class DepthReport(ReportModel):

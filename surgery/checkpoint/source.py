@@ -26,7 +26,7 @@ from surgery.checkpoint.safetensors_io import (
 from surgery.checkpoint.table import SHIM_NAME
 from surgery.core.digests import files_digest
 from surgery.core.errors import SurgeryError
-from surgery.core.files import read_json
+from surgery.core.files import partial_path, read_json
 from surgery.core.hub_errors import explain_hub_error
 from surgery.core.progress import Progress
 
@@ -209,6 +209,11 @@ def _locate(
         if revision is not None:
             raise SurgeryError(f"--revision needs a Hub id (got the local path {name}). Leave it out")
         return name, _local_folder(Path(name), progress), None
+    if (partial := partial_path(Path(name))).is_dir():
+        raise SurgeryError(
+            f"{name} does not exist; {partial} holds unfinished work. To finish it, run the command that began it again, "
+            "with --resume"
+        )
     bare, pinned = split_revision(name)
     if pinned and revision is not None:
         raise SurgeryError(f"{name} names a revision, and --revision {revision} names another; give only one of them")

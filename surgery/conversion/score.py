@@ -23,7 +23,7 @@ class HeldOutScore:
 
     unit "nats per token": original and converted are mean losses, difference_se the standard error of their
     difference over samples (None for a single sample). unit "relative output error", for models that predict no next
-    token: original is 0 and converted is |f0 - f| / |f0|. tokens: how many tokens were scored.
+    token: original is 0 and converted is |f0 - f| / |f0|. tokens, samples: how many were scored; samples 0: unknown.
     """
 
     unit: str
@@ -31,6 +31,7 @@ class HeldOutScore:
     converted: float
     difference_se: float | None
     tokens: int
+    samples: int = 0
 
     @property
     def rise(self) -> float:
@@ -66,7 +67,7 @@ def held_out_score(
     if not (predicts_next_token(ctx.model) and layout.head):
         before, after = (unpadded_rows(x, real_BT) if x.dim() > 1 else x[:, None] for x in hidden_BTDs)
         error = float((before - after).norm() / before.norm().clamp_min(1e-30))
-        return HeldOutScore("relative output error", 0.0, error, None, before[..., 0].numel())
+        return HeldOutScore("relative output error", 0.0, error, None, before[..., 0].numel(), data.rows - data.n_fit)
     head = ChunkedLMHead(ctx.model, layout.head, layout.architecture, ctx.device)
     ids_BT = data.inputs["decoder_input_ids" if "decoder_input_ids" in data.inputs else "input_ids"][held]
     # A loss counts if the token and the one it predicts are both real; a sample counts if any of its losses does.
@@ -82,6 +83,5 @@ def held_out_score(
         losses.append((sums_B / counts_BT.sum(1).clamp_min(1))[used_B])
     difference_B = losses[1] - losses[0]
     standard_error = float(difference_B.std() / len(difference_B) ** 0.5) if len(difference_B) > 1 else None
-    return HeldOutScore(
-        "nats per token", float(losses[0].mean()), float(losses[1].mean()), standard_error, int(counts_BT.sum())
-    )
+    means = float(losses[0].mean()), float(losses[1].mean())
+    return HeldOutScore("nats per token", *means, standard_error, int(counts_BT.sum()), len(difference_B))

@@ -220,7 +220,7 @@ class _StockConversion:
         difference_N = second_N - first_N
         error = float(difference_N.std() / len(difference_N) ** 0.5) if len(difference_N) > 1 else None
         tokens = int((valid_NT[rows.start :, 1:] & valid_NT[rows.start :, :-1]).sum())
-        return HeldOutScore("nats per token", float(first_N.mean()), float(second_N.mean()), error, tokens)
+        return HeldOutScore("nats per token", float(first_N.mean()), float(second_N.mean()), error, tokens, len(rows))
 
     def entries(self) -> list[TensorSource]:
         """Return the tensors of the result in the dtype of the source, by their names in a checkpoint."""

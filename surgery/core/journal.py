@@ -24,6 +24,7 @@ from typing import Any, NoReturn, TextIO
 from surgery.core.distributed import DistContext
 from surgery.core.errors import Interrupted, SurgeryError
 from surgery.core.files import (
+    REPORT_NAME,
     LOCK_NAME,
     acquire_lock,
     atomic_write,
@@ -228,6 +229,8 @@ def check_output_path(out: Path, resume: bool, what: str = "conversion") -> None
     """Raise SurgeryError unless work that ends in `out` can begin: `out` is absent, and its parent is a folder and no
     checkpoint.
     """
+    if resume and (out / REPORT_NAME).is_file() and not partial_path(out).exists():
+        raise SurgeryError(f"{out} is complete, so there is nothing to resume. To run it again, choose another --out")
     check_absent(out, what)
     check_no_links(partial_path(out), FOREIGN)
     if partial_path(out).exists() and not resume:

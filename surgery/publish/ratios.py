@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Z_95 = 1.96  # standard errors of a 95% interval
+MIN_SAMPLES = 5  # fewest held-out samples for a standard error, as in `surgery eval`: fewer tell too little about it
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,24 @@ def held_out_ratio(held: Mapping[str, Any] | None) -> Ratio | None:
     """
     if not held or not str(held["unit"]).startswith("nats"):
         return None
-    change, error = held["converted"] - held["original"], held.get("difference_se")
+    change, error = held["converted"] - held["original"], held_out_error(held)
     ends = () if error is None else (change - Z_95 * error, change + Z_95 * error)
     return None if change >= 500 else Ratio(math.exp(change), *(math.exp(min(end, 700.0)) for end in ends))
+
+
+def held_out_error(held: Mapping[str, Any]) -> float | None:
+    """Return the standard error of the difference of held-out losses; None if it is unknown or of too few samples."""
+    error: float | None = held.get("difference_se")
+    return None if 0 < held.get("samples", 0) < MIN_SAMPLES else error
+
+
+def held_out_size(held: Mapping[str, Any]) -> str:
+    """Return ", 254 tokens in 2 samples, too few for an interval" for `held_out` of a report, "" if it is unknown."""
+    samples = held.get("samples", 0)
+    if not samples:
+        return ""
+    few = ", too few for an interval" if samples < MIN_SAMPLES else ""
+    return f", {held['tokens']:,} tokens in {samples} sample{'s' * (samples > 1)}{few}"
 
 
 def format_ratio(ratio: float) -> str:

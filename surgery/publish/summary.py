@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -27,6 +28,7 @@ from surgery.mixers.masks.base import MASKS
 from surgery.mixers.native_config import Native, native_macs, native_state_bytes
 from surgery.mixers.softmax import Softmax, describe_softmax
 from surgery.modeling.joined import record_paths
+from surgery.modeling.modules import DAMAGED_TABLE, build_module
 from surgery.planning.renamed import renew_report
 from surgery.planning.speed import speed_dict
 from surgery.planning.targets import LinearTarget, Plan
@@ -212,6 +214,7 @@ def inspect(name: str, measured: Path | None = None) -> dict[str, Any]:
     """
     source = open_converted_checkpoint(name)
     table, report = table_of(source), read_report(source.folder, name)
+    check_entries(table, source)
     unit, stored = stored_size(table, source.tensors)
     as_reported = stored == report["totals"][f"{unit}_after"]
     report["checks"] = {f"stored_{unit}": stored, "as_reported": as_reported, "structured_linears": len(table)}
@@ -231,6 +234,23 @@ def inspect(name: str, measured: Path | None = None) -> dict[str, Any]:
             results.check(name, measured)
         report["verdict"] = verdict(report, results.beside_original())
     return report
+
+
+def check_entries(table: dict[str, dict[str, Any]], source: CheckpointSource) -> None:
+    """Raise SurgeryError for an entry of the table that is invalid, or that the stored tensors do not fit."""
+    shapes: dict[str, dict[str, list[int]]] = {}  # of the tensors of equal entries: layers repeat them
+    for path, spec in table.items():
+        key = json.dumps(spec, sort_keys=True)
+        if key not in shapes:
+            built = build_module(spec).state_dict()
+            shapes[key] = {name: sorted(tensor.shape) for name, tensor in built.items()}
+        for name, shape in shapes[key].items():
+            stored = source.tensors.get(f"{path}.{name}")
+            if stored is not None and sorted(stored.shape) != shape:
+                raise SurgeryError(
+                    f"{DAMAGED_TABLE}: by its entry for {path!r} the tensor {name} has {math.prod(shape):,} elements, "
+                    f"the file has {list(stored.shape)}"
+                )
 
 
 def checkpoint_costs(source: CheckpointSource, lengths: tuple[int, ...] | None = None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from surgery.core.tables import format_count, format_tokens, new_table
 from surgery.planning.depth import number_ranges
 from surgery.planning.measured_times import decoding_call
 from surgery.publish.figures import checkpoint_figures, format_share, speed_in_words
-from surgery.publish.ratios import before_storage, held_out_ratio
+from surgery.publish.ratios import before_storage, held_out_error, held_out_ratio, held_out_size
 from surgery.publish.summary import NOT_REPLACED, describe_structure, inspect_rows, is_behind_mixer, is_dense
 
 ROUNDING = 1e-4  # the largest change of the logits, relative to the largest one, that is taken for rounding in float32
@@ -463,14 +463,14 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
     lines += speed_lines(report.get("speed"))
     lines += map(escape, allocation_lines(report["allocation"]))
     if held := report["held_out"]:
-        se = f" ± {held['difference_se']:.4f}" if held["difference_se"] is not None else ""
-        ratio = held_out_ratio(held)
+        error, ratio = held_out_error(held), held_out_ratio(held)
+        se = "" if error is None else f" ± {error:.4f}"
         change = (
             f"{held['original']:.4f} -> {held['converted']:.4f} (difference "
             f"{held['converted'] - held['original']:.4f}{se})"
         )
         as_ratio = "" if ratio is None else f"perplexity {ratio}, "
-        lines.append(f"held-out text: {as_ratio}{held['unit']} {change}{before_storage(report)}")
+        lines.append(f"held-out text{held_out_size(held)}: {as_ratio}{held['unit']} {change}{before_storage(report)}")
     for line in (report.get("calibration") or {}).get("warnings", []):
         lines.append(f"calibration: {escape(str(line))}")
     seconds = report["time"]["seconds"]

@@ -38,6 +38,7 @@ from surgery.publish.html.svg import (
 )
 from surgery.publish.hub.model_card import _replacement_section
 from surgery.publish.names import mixer_title
+from surgery.publish.ratios import held_out_size
 from surgery.publish.verdict import verdict
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -226,6 +227,12 @@ def test_what_was_not_measured_is_not_in_the_verdict():
     )
     stored = verdict({"totals": totals, "held_out": held, "storage": {"bits": 4, "group": 64}})
     assert "x 1.649 on held-out text, before its linears were stored in 4 bits" in stored
+    held |= {"difference_se": 0.1, "tokens": 640, "samples": 5}
+    assert "perplexity x 1.649 [1.355, 2.006] on held-out text;" in verdict({"totals": totals, "held_out": held})
+    assert held_out_size(held) == ", 640 tokens in 5 samples"
+    held |= {"tokens": 254, "samples": 2}  # two samples estimate their own errors badly
+    assert "perplexity x 1.649 on held-out text;" in verdict({"totals": totals, "held_out": held})
+    assert held_out_size(held) == ", 254 tokens in 2 samples, too few for an interval"
     held["unit"] = "relative error"
     assert "quality not measured" in verdict({"totals": totals, "held_out": held})
     guessed = {**row("needle", "accuracy", {}, 10.0, 0.0), "suite": "needle", "flags": ["no better than guessing"]}

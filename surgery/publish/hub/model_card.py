@@ -23,7 +23,7 @@ from surgery.publish.hub.citations import cited_papers
 from surgery.publish.hub.files import UploadFile
 from surgery.publish.hub.license import License, is_hub_id, public_name
 from surgery.publish.names import mixer_title
-from surgery.publish.ratios import before_storage, held_out_ratio
+from surgery.publish.ratios import before_storage, held_out_error, held_out_ratio
 from surgery.publish.summary import is_dense
 from surgery.structures import STRUCTURES
 
@@ -205,8 +205,8 @@ def _eval_section(source: CheckpointSource, items: list[UploadFile], report: dic
             ),
         ]
     if held := report.get("held_out"):
-        ratio = held_out_ratio(held)
-        error = f" ± {held['difference_se']:.4f} (standard error)" if held.get("difference_se") is not None else ""
+        ratio, known = held_out_ratio(held), held_out_error(held)
+        error = "" if known is None else f" ± {known:.4f} (standard error)"
         lines.append(
             f"\nOn the {held['tokens']:,} held-out tokens of the conversion, before any "
             f"training{before_storage(report)}: {held['original']:.4f} -> "
