@@ -24,8 +24,8 @@ from typing import Any, NoReturn, TextIO
 from surgery.core.distributed import DistContext
 from surgery.core.errors import Interrupted, SurgeryError
 from surgery.core.files import (
-    REPORT_NAME,
     LOCK_NAME,
+    REPORT_NAME,
     acquire_lock,
     atomic_write,
     check_no_links,
