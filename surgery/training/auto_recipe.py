@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -203,9 +203,25 @@ def load_recipe_for(
             f"  above {largest.parameters / 1e6:,.0f}M parameters (the {largest.name} model) the rule is extrapolated, "
             "not measured: rates as parameters^-1/3, tokens as parameters^3/4"
         )
-    if overrides or tiny:
-        lines.append("  --set and --tiny replace these values")
+    if replaced := _replaced_values(choice.settings, recipe):
+        lines.append(f"  --set and --tiny replace these values: {', '.join(replaced)}")
     return recipe.model_copy(update={"description": "\n".join(lines)}), lines
+
+
+def _replaced_values(settings: Mapping[str, Any], recipe: HealingRecipe) -> list[str]:
+    """Return "tokens 4e+06 -> 2048" for each chosen setting that the recipe of the run has another value of."""
+    found = []
+    for key, chosen in settings.items():
+        value: Any = recipe.model_dump()
+        for part in key.split("."):
+            value = value[int(part)] if isinstance(value, (list, tuple)) else value.get(part) if value else None
+        if value != chosen:
+            found.append(f"{key.removeprefix('stages.0.')} {_plain(chosen)} -> {_plain(value)}")
+    return found
+
+
+def _plain(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def load_recipe_of_run(

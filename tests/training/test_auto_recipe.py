@@ -85,10 +85,10 @@ def test_it_says_what_it_chose_and_set_wins(mixed):
     assert stage.rate == 7e-5 and stage.rates == {"mixers": 6e-3} and stage.tokens == 10_000_000
     said = "\n".join(lines)
     assert "attention modules replaced" in said and "rates.mixers" in said and recipe.description == said
-    assert "extrapolated" not in said and "--set and --tiny replace" in said
+    assert "extrapolated" not in said and lines[-1] == "  --set and --tiny replace these values: rate 0.001 -> 7e-05"
     assert load_recipe_of_run("attention", "no such folder")[1] == []
-    tiny, _ = load_recipe_of_run("auto", str(mixed), tiny=True)
-    assert tiny.stages[0].tokens == 128_000
+    tiny, lines = load_recipe_of_run("auto", str(mixed), tiny=True)
+    assert tiny.stages[0].tokens == 128_000 and "tokens 10,000,000 -> 128,000" in lines[-1]
 
 
 def test_finetune_and_teacher_cache(btt, texts, tmp_path):
