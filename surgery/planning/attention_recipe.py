@@ -25,6 +25,9 @@ from surgery.mixers.head_hybrid import OTHER_MIXERS
 from surgery.mixers.softmax import MIN_TRAINED, Softmax
 from surgery.planning.renamed import renew_attention, warn_renamed
 
+# Ends the message where `--set attention.hybrid.layers=..` adds a key to one that the recipe has.
+WHOLE_KEY = ". To replace a recipe's choice, set the whole key: --set 'attention.hybrid={layers: [0, 8]}'"
+
 
 class HybridRecipe(BaseModel):
     """Which layers, or which key/value heads of all layers, keep softmax attention (docs/attention.md).
@@ -57,13 +60,16 @@ class HybridRecipe(BaseModel):
             raise SurgeryError(
                 "attention.hybrid: give softmax, for example {softmax: 0.25}, or layers, for example {layers: [0, 8]}, "
                 "or heads, for example "
-                f"{{heads: {{0: [1, 3]}}}} (got {' and '.join(keys) or 'none of them'})"
+                f"{{heads: {{0: [1, 3]}}}} (got {' and '.join(keys) or 'none of them'}){WHOLE_KEY if keys else ''}"
             )
         if self.layers is not None and not self.layers:
             raise SurgeryError(
                 "attention.hybrid.layers names no layer; leave hybrid out, or name layers that keep softmax, for "
                 "example [0, 8]"
             )
+        if self.layers is not None and len(set(self.layers)) < len(self.layers):
+            twice = next(layer for layer in self.layers if self.layers.count(layer) > 1)
+            raise SurgeryError(f"attention.hybrid.layers must name each layer once (got {twice} more than once)")
         if self.of_heads and self.layers is not None:
             raise SurgeryError(
                 "attention.hybrid: layers names whole layers and unit: heads asks for a choice of heads. Give heads, "

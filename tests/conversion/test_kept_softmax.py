@@ -50,6 +50,8 @@ def test_plans_give_kept_layers_and_heads_their_options(sources):  # noqa: F811
         ({"layers": [0], "scale": "length", "trained_length": 1}, "trained_length"),
         ({"layers": [0], "scale": "log"}, "attention.hybrid.scale"),
         ({"layers": []}, "attention.hybrid.layers names no layer; leave hybrid out"),
+        ({"layers": [0, 2, 0]}, r"attention.hybrid.layers must name each layer once \(got 0 more than once\)"),
+        ({"layers": [0], "softmax": 0.5}, r"got softmax and layers\). To replace a recipe's choice, set the whole key"),
         ({"layers": [0, 1, 2], **FAR}, "nothing would be replaced"),
         ({"heads": {0: [0, 1], 1: [0, 1], 2: [0, 1]}, **FAR}, "nothing would be replaced"),
     ],
