@@ -109,7 +109,12 @@ def _warnings(loss: float, sample_loss: float | None, distinct: int, vocabulary:
     score = f"the calibration text scores {loss:.2f} nats per token{compared}"
     advice = "give text of the kind that the model is used on (--calibration)"
     warnings = []
-    if not loss <= (sample_loss + MAX_EXCESS if sample_loss is not None else 0.75 * math.log(vocabulary)):
+    if not math.isfinite(loss):
+        warnings.append(
+            f"the original model has a loss of {loss} on the calibration text: its weights or its config are damaged, for "
+            "example rope_theta in config.json. What is fitted to its outputs is worthless"
+        )
+    elif not loss <= (sample_loss + MAX_EXCESS if sample_loss is not None else 0.75 * math.log(vocabulary)):
         warnings.append(
             f"{score}: it is unlike what the model was trained on (another language, another encoding?); {advice}"
         )

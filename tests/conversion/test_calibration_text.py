@@ -17,7 +17,7 @@ from surgery.checkpoint.source import open_checkpoint as open_checkpoint
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.convert import convert
 from surgery.conversion.sources import FolderSource
-from surgery.conversion.text_check import score_text
+from surgery.conversion.text_check import _warnings, score_text
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.core.progress import Progress
@@ -174,3 +174,9 @@ def test_4_5_a_large_checkpoint_is_judged_without_samples(monkeypatch, report_of
     monkeypatch.setattr("surgery.conversion.text_check.MAX_READ_BYTES", 0)
     report, said, _ = report_of(UNFIT["bytes"][0])
     assert report["calibration"]["own_samples_loss"] is None and "another language" in said[0]
+
+
+def test_a_loss_that_is_no_number_blames_the_model():
+    """Not the text: rope_theta 0 in config.json makes every score NaN."""
+    (said,) = _warnings(float("nan"), None, 1000, 1000)
+    assert said.startswith("the original model has a loss of nan") and "rope_theta" in said
