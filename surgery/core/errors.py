@@ -53,7 +53,7 @@ class WorkerError(Exception):
 def suggestion(word: str, valid: Iterable[str], count: int = 1) -> str:
     """Return the end of an error message: `; did you mean 'low_rank'?`, or all valid names if none is close."""
     names = sorted(valid)
-    close = difflib.get_close_matches(word, names, n=count, cutoff=0.5)
+    close = difflib.get_close_matches(word, names, n=count, cutoff=0.6)
     if close:
         return "; did you mean " + " or ".join(repr(name) for name in close) + "?"
     return "; valid: " + ", ".join(names)
