@@ -209,7 +209,7 @@ def _locate(
         if revision is not None:
             raise SurgeryError(f"--revision needs a Hub id (got the local path {name}). Leave it out")
         return name, _local_folder(Path(name), progress), None
-    if (partial := partial_path(Path(name))).is_dir():
+    if os.path.isdir(partial := partial_path(Path(name))):  # False for a name that is too long
         raise SurgeryError(
             f"{name} does not exist; {partial} holds unfinished work. To finish it, run the command that began it again, "
             "with --resume"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -238,18 +237,18 @@ def inspect(name: str, measured: Path | None = None) -> dict[str, Any]:
 
 def check_entries(table: dict[str, dict[str, Any]], source: CheckpointSource) -> None:
     """Raise SurgeryError for an entry of the table that is invalid, or that the stored tensors do not fit."""
-    shapes: dict[str, dict[str, list[int]]] = {}  # of the tensors of equal entries: layers repeat them
+    shapes: dict[str, dict[str, list[int]]] = {}  # by entry: layers repeat them
     for path, spec in table.items():
         key = json.dumps(spec, sort_keys=True)
         if key not in shapes:
             built = build_module(spec).state_dict()
-            shapes[key] = {name: sorted(tensor.shape) for name, tensor in built.items()}
+            shapes[key] = {name: list(tensor.shape) for name, tensor in built.items()}
         for name, shape in shapes[key].items():
             stored = source.tensors.get(f"{path}.{name}")
-            if stored is not None and sorted(stored.shape) != shape:
+            if stored is not None and sorted(stored.shape) != sorted(shape):  # transposed for a Conv1D
                 raise SurgeryError(
-                    f"{DAMAGED_TABLE}: by its entry for {path!r} the tensor {name} has {math.prod(shape):,} elements, "
-                    f"the file has {list(stored.shape)}"
+                    f"{DAMAGED_TABLE}: by its entry for {path!r} the tensor {name} has the shape {shape}, the file has "
+                    f"{list(stored.shape)}"
                 )
 
 

@@ -209,10 +209,10 @@ def load_recipe_for(
 
 
 def _replaced_values(settings: Mapping[str, Any], recipe: HealingRecipe) -> list[str]:
-    """Return "tokens 4e+06 -> 2048" for each chosen setting that the recipe of the run has another value of."""
-    found = []
+    """Return "tokens 10,000,000 -> 128,000" for each chosen setting that the recipe of the run has another value of."""
+    found, whole = [], recipe.model_dump()
     for key, chosen in settings.items():
-        value: Any = recipe.model_dump()
+        value: Any = whole
         for part in key.split("."):
             value = value[int(part)] if isinstance(value, (list, tuple)) else value.get(part) if value else None
         if value != chosen:

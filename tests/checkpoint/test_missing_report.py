@@ -35,13 +35,15 @@ def test_the_error_says_where_the_report_is(tmp_path, config, remedy):
     ("entry", "message"),
     [
         ({"structure": "low_rank", "rank": 10**9}, "its rank must be a number from 1 to 8"),
-        ({"structure": "low_rank", "rank": 5}, r"'layer' the tensor right has 40 elements, the file has \[4, 8\]"),
+        (
+            {"structure": "low_rank", "rank": 5},
+            r"'layer' the tensor right has the shape \[5, 8\], the file has \[4, 8\]",
+        ),
         ({"structure": "os.system"}, "os.system"),
     ],
 )
 def test_inspect_refuses_a_table_that_the_tensors_do_not_fit(tmp_path, entry, message):
-    stored = [TensorInfo(f"layer.{name}", tmp_path / "f", "F32", (4, 8), 0, 128) for name in ("right",)]
-    source = SimpleNamespace(tensors={info.name: info for info in stored})
+    source = SimpleNamespace(tensors={"layer.right": TensorInfo("layer.right", tmp_path / "f", "F32", (4, 8), 0, 128)})
     whole = {"in_features": 8, "out_features": 8, "bias": False, **entry}
     with pytest.raises(SurgeryError, match=message):
         check_entries({"layer": whole}, source)
@@ -52,6 +54,8 @@ def test_an_interrupted_or_finished_conversion_is_named(tmp_path):
     (tmp_path / "OUT.partial").mkdir()
     with pytest.raises(SurgeryError, match=r"OUT does not exist; .*OUT\.partial holds unfinished work.*with --resume"):
         open_checkpoint(str(tmp_path / "OUT"))
+    with pytest.raises(SurgeryError, match="neither a local folder"):
+        open_checkpoint("x" * 250)  # with .partial behind it, longer than a file's name may be
     (tmp_path / "DONE").mkdir()
     (tmp_path / "DONE" / "surgery_report.json").write_text("{}")
     with pytest.raises(SurgeryError, match="DONE is complete, so there is nothing to resume"):

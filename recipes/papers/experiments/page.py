@@ -100,11 +100,10 @@ def _result(experiment: Experiment) -> Result:
         if is_complete(rows, setting):
             found = f"`{setting.name}`, {_runs(setting)}: {_short(verdict.found, setting)}"
             reasons.append((f"`{setting.name}` {verdict.word}", verdict.why))
-    earlier = [name for name, _ in reasons[:-1]]
-    last = [f"{name}: {why}" if earlier and why else name if earlier else why for name, why in reasons[-1:]]
-    return Result(
-        experiment.source, experiment.claim, found, combine(words), "; ".join([*earlier, *last]), experiment.name
-    )
+    why = "".join(why for _, why in reasons)  # of one setting
+    if len(reasons) > 1:
+        why = "; ".join([*(word for word, _ in reasons[:-1]), ": ".join(filter(None, reasons[-1]))])
+    return Result(experiment.source, experiment.claim, found, combine(words), why, experiment.name)
 
 
 def _short(found: str, setting: Setting) -> str:
