@@ -30,7 +30,7 @@ from surgery.checkpoint.tensor_names import check_tensors, map_tensor_names, unu
 from surgery.conversion.expert_tensors import merge_expert_tensors
 from surgery.conversion.replacement import load_replacement_module
 from surgery.core.errors import SurgeryError
-from surgery.core.journal import check_output_path
+from surgery.core.journal import check_free
 from surgery.core.progress import Progress
 from surgery.mixers import mixer_config
 from surgery.modeling.applied import remove_table
@@ -65,7 +65,7 @@ def densify(converted: str, out: str | Path, *, progress: Progress | None = None
     Raises SurgeryError if `converted` is not a valid converted checkpoint or has mixers only, or if `out` exists.
     """
     progress, out = progress or Progress(), Path(out)
-    check_output_path(out, True, "checkpoint")
+    check_free(out, "checkpoint")
     source = open_converted_checkpoint(converted)
     table, mixers = table_of(source), mixers_of(source)
     if not table and not mixers and "quantization_config" not in source.config:

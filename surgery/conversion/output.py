@@ -36,6 +36,7 @@ from surgery.core.journal import (
     JOURNAL_NAME,
     Journal,
     check_absent,
+    check_free,
     check_output_path,
     check_parent,
     read_start,
@@ -88,7 +89,7 @@ class Output:
     def check_free(self) -> None:
         """Raise SurgeryError if another conversion has finished there since `checked`."""
         if self.replaced is None:
-            check_output_path(self.path, True)
+            check_free(self.path)
 
     def deliver(self, journal: Journal, delivered: Iterable[str]) -> None:
         """Rename the finished work folder to OUT, in place of the conversion that is replaced. delivered: names of its

@@ -20,7 +20,7 @@ from surgery.conversion.densify import check_openable
 from surgery.conversion.replacement import load_replacement_module
 from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME, read_json, write_json
-from surgery.core.journal import check_output_path
+from surgery.core.journal import check_free
 from surgery.core.progress import Progress
 from surgery.modeling.modules import build_module
 from surgery.modeling.quantize import (
@@ -57,7 +57,7 @@ def quantize(
     """
     progress, out = progress or Progress(), Path(out)
     given = None if rules is not None else make_storage(bits, group, format)
-    check_output_path(out, True, "checkpoint")
+    check_free(out, "checkpoint")
     source = open_converted_checkpoint(converted)
     is_original = is_unconverted(source)
     if is_original and rules is None:

@@ -43,7 +43,7 @@ from surgery.core.dispatch import without_timed_choices
 from surgery.core.distributed import DistContext
 from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME, write_json
-from surgery.core.journal import check_output_path
+from surgery.core.journal import check_free
 from surgery.core.progress import Progress
 from surgery.planning.recipe import ConversionRecipe
 from surgery.planning.stock import StockPlan, layer_tensors, load_tensors, plan_stock, stock_tensors
@@ -68,7 +68,7 @@ def convert_to_stock(
         raise SurgeryError("stock conversions are written at their end, so --resume and --overwrite do not apply")
     if dist is not None and dist.count > 1:
         raise SurgeryError(f"stock conversions run in one process (got {dist.count}). Start one")
-    check_output_path(out, True)
+    check_free(out)
     if recipe.calibration is None:
         raise SurgeryError(
             f"stock: linear attention is fitted to the attention of a calibration text. {GIVE_CALIBRATION}"

@@ -21,7 +21,7 @@ from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoin
 from surgery.checkpoint.table import SHIM_NAME, read_mixers, read_table
 from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME
-from surgery.core.journal import check_output_path
+from surgery.core.journal import check_free
 from surgery.mixers import MIXERS, AttentionShape, mixer_config
 from surgery.mixers.masks.block_mixing import Blocks
 from surgery.mixers.masks.toeplitz_block_mixing import ToeplitzBlocks
@@ -59,7 +59,7 @@ def convert_to_toeplitz(converted: str, out: str | Path, components: int = COMPO
     Raises SurgeryError if the checkpoint has no block mixing, or if `out` exists.
     """
     out = Path(out)
-    check_output_path(out, True, "checkpoint")
+    check_free(out, "checkpoint")
     source = open_converted_checkpoint(converted)
     fits = toeplitz_fits(source, components)
     if not fits:

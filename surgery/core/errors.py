@@ -51,9 +51,13 @@ class WorkerError(Exception):
 
 
 def suggestion(word: str, valid: Iterable[str], count: int = 1) -> str:
-    """Return the end of an error message: `; did you mean 'low_rank'?`, or all valid names if none is close."""
+    """Return the end of an error message: `; did you mean 'low_rank'?`, or all valid names if none is close.
+
+    A name is close if it resembles the word, or ends with it: longbench_qasper for qasper.
+    """
     names = sorted(valid)
     close = difflib.get_close_matches(word, names, n=count, cutoff=0.6)
+    close = close or [name for name in names if word and name.endswith((f"_{word}", f"-{word}", f".{word}"))][:count]
     if close:
         return "; did you mean " + " or ".join(repr(name) for name in close) + "?"
     return "; valid: " + ", ".join(names)

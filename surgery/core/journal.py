@@ -226,15 +226,20 @@ OVERWRITE = " (--overwrite replaces what a conversion wrote)"
 
 
 def check_output_path(out: Path, resume: bool, what: str = "conversion") -> None:
-    """Raise SurgeryError unless work that ends in `out` can begin: `out` is absent, and its parent is a folder and no
-    checkpoint.
+    """Raise SurgeryError unless work that can be resumed and ends in `out` can begin: `out` is free, and there is
+    unfinished work only for `resume` (--resume was given).
     """
     if resume and (out / REPORT_NAME).is_file() and not partial_path(out).exists():
         raise SurgeryError(f"{out} is complete, so there is nothing to resume. To run it again, choose another --out")
-    check_absent(out, what)
-    check_no_links(partial_path(out), FOREIGN)
+    check_free(out, what)
     if partial_path(out).exists() and not resume:
         raise_unfinished(partial_path(out), what)
+
+
+def check_free(out: Path, what: str = "conversion") -> None:
+    """Raise SurgeryError unless `out` is absent and its parent is a folder and no checkpoint."""
+    check_absent(out, what)
+    check_no_links(partial_path(out), FOREIGN)
     check_parent(out)
 
 
