@@ -17,6 +17,8 @@ from recipes.papers.experiments.sweep import Cell, Turns, is_complete, key_of, r
 from recipes.papers.experiments.text import CodeRows, code_tokens, octaves, token_table
 from surgery.core.errors import SurgeryError
 
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
 
 def rows_of(setting, values):
     """Rows of a complete sweep whose best rate is inside the grid. values(method, width, seed): what a run measured."""
@@ -186,12 +188,13 @@ def test_parts_together_are_the_sweep(tmp_path, capsys):
         assert "does not have both families" in capsys.readouterr().out  # the verdict of complete rows
 
 
-def test_cells_side_by_side_have_the_rows_of_one_at_a_time(tmp_path):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_cells_side_by_side_have_the_rows_of_one_at_a_time(tmp_path, device):
     """Threads take turns by the step, also where one process has more threads than methods, and name their origin."""
     rows = {}
     for count in (1, 3):
         out = tmp_path / f"{count}.jsonl"
-        command = ["run", "--setting", "smoke", "--out", str(out), "--device", "cpu", "--commit", "abc"]
+        command = ["run", "--setting", "smoke", "--out", str(out), "--device", device, "--commit", "abc"]
         main(recall.EXPERIMENT, [*command, "--side-by-side", str(count)])
         rows[count] = sorted(read_rows(out), key=key_of)
     timed = ("seconds", "side_by_side")

@@ -32,6 +32,7 @@ from surgery.eval.results.statistics import student_quantile
 KEYS = ("setting", "method", "width", "rate", "seed")  # of a row: what was run
 MAX_LINE = 100_000  # characters of a row
 PHASES = ("rates", "beyond", "seeds")  # of the runs of a cell: rates of the grid, one beyond it, the other seeds
+THREAD_STACK = 256 << 20  # bytes, of each thread: a launch of a CUDA graph with many nodes may overflow the default
 Row = dict[str, Any]
 BestRows = dict[tuple[str, int, int], Row]  # (method, width, seed) -> row at the best rate of its cell
 
@@ -301,9 +302,11 @@ def run_sweep(
     if side_by_side == 1:
         work()
     else:
+        default = threading.stack_size(THREAD_STACK)
         threads = [threading.Thread(target=work, daemon=True) for _ in range(side_by_side)]
         for thread in threads:
             thread.start()
+        threading.stack_size(default)
         for thread in threads:
             thread.join()
     if errors:

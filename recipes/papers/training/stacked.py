@@ -183,7 +183,11 @@ class StackedTraining:
         self.flat_MN.sub_(rates_MN.mul_(self.mean_MN).div_(root_MN) / (1 - first**self.steps))
 
     def _record(self, batch: dict[str, Tensor]) -> None:
-        """Capture the step as a CUDA graph, and undo what the warm-up changed."""
+        """Capture the step as a CUDA graph, and undo what the warm-up changed.
+
+        It is captured on a stream of its own: graphs captured on one stream share the workspaces of cuBLAS, so that
+        those of two stacks could not be replayed at the same time.
+        """
         self.static_inputs = {name: tensor.clone() for name, tensor in batch.items()}
         kept_MN, stream = self.flat_MN.clone(), torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -192,7 +196,7 @@ class StackedTraining:
                 self._step(self.static_inputs)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, stream=stream):
             self.answer = self._step(self.static_inputs)
         self.flat_MN.copy_(kept_MN)
         for tensor in (self.mean_MN, self.square_MN, self.steps):
