@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -46,6 +47,10 @@ except Exception as error:
     sys.exit(explain_broken_import(error) or f"importing vllm failed ({{type(error).__name__}}: {{error}})")
 """
 BINDING, THREADS = "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"  # variables for vLLM's build for CPUs
+CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+MEMORY = "--gpu-memory-utilization"  # on a CPU, of the machine's memory
+DEFAULT_MEMORY = 0.92  # vLLM's own share of the memory
+SPARE = 0.2  # of the free memory, left to other programs
 
 
 class Launch(NamedTuple):
@@ -126,12 +131,21 @@ def serve(
     only_vllm += [EAGER] if eager else []
     arguments = ["--host", host, "--port", str(port), "--dtype", dtype]
     launch = choose_server(source, server, arguments, only_vllm, passed_on)  # type: ignore[arg-type]
+    share = memory_share(passed_on, free_memory()) if VLLM in launch.command else None
+    if share is not None:
+        launch = launch._replace(command=[*launch.command, MEMORY, f"{share:.2f}"])
     print(
         f"{launch.reason}\nlistening on http://{host}:{port}/v1 once the model is loaded; Ctrl-C stops the server",
         flush=True,
     )
     if host != LOOPBACK:
         print(f"note: --host {host} is reachable from other machines, and the server asks for no key", flush=True)
+    if share is not None:
+        print(
+            f"note: vLLM gets {share:.0%} of this machine's memory, because not all of it is free. "
+            f"For another share: surgery serve {converted} -- {MEMORY} 0.2",
+            flush=True,
+        )
     extra = process_environment(passed_on) if VLLM in launch.command else {}
     if extra:
         print(
@@ -262,6 +276,27 @@ def process_environment(words: list[str]) -> dict[str, str]:
         return {}
     threads = os.environ.get(THREADS) or str(max(1, (os.cpu_count() or 1) // count))
     return {BINDING: "nobind", THREADS: threads}
+
+
+def memory_share(words: list[str], free: float) -> float | None:
+    """Return the share of the memory for vLLM's build for CPUs, which stops where less than its default is free; None
+    where it may take its default, or the user decides. free: share of the memory that is free.
+    """
+    decided = (MEMORY, "--kv-cache-memory-bytes")
+    options_given = {word.partition("=")[0].replace("_", "-") for word in words}
+    if free > DEFAULT_MEMORY or not is_cpu_build() or CACHE_SPACE in os.environ or options_given & set(decided):
+        return None
+    return max(0.01, math.floor(100 * (1 - SPARE) * free) / 100)
+
+
+def free_memory() -> float:
+    """Return the share of this machine's memory that programs can get; 1 where Linux does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+        return kilobytes["MemAvailable"] / kilobytes["MemTotal"]
+    except (OSError, ValueError, LookupError, ZeroDivisionError):
+        return 1.0
 
 
 def process_count(words: list[str]) -> int:

@@ -249,6 +249,18 @@ def test_processes_without_a_memory_node_each_share_the_cores(monkeypatch):
     assert serving.process_environment(many) == {}
 
 
+def test_vllm_on_a_cpu_gets_a_share_of_the_free_memory(monkeypatch):
+    monkeypatch.setattr(serving, "is_cpu_build", lambda: True)
+    monkeypatch.delenv(serving.CACHE_SPACE, raising=False)
+    assert serving.memory_share([], 0.5) == 0.4
+    assert serving.memory_share([], 0.95) is None
+    for words in (["--gpu_memory_utilization", "0.1"], ["--kv-cache-memory-bytes=1G"]):
+        assert serving.memory_share(words, 0.5) is None
+    monkeypatch.setattr(serving, "is_cpu_build", lambda: False)
+    assert serving.memory_share([], 0.5) is None
+    assert 0 < serving.free_memory() <= 1
+
+
 def test_a_server_that_fails_is_asked_whether_vllm_can_be_imported(out, both, monkeypatch, capsys):
     from surgery.cli.main import main
 
