@@ -178,7 +178,7 @@ class TrainingLoop:
         self._use_choice(choice)
         if self.context.recipe.cuda_graph:
             self.captured = capture_micro_batch(self.accelerator, self.stage, self.models, self.optimizer_step)
-            if self.captured is None:
+            if self.captured is None and self.accelerator.device.type == "cuda":
                 self.context.report({"note": UNCAPTURED})
         if self.captured is not None:
             stack.enter_context(self.captured.steps())

@@ -115,12 +115,12 @@ class Said(Progress):
         self.lines.append(text)
 
 
-def test_a_graph_that_a_stage_does_not_use_is_said(student, texts, tmp_path, without_curves):
-    """On a CPU a stage runs without a graph, with a line on what a graph needs."""
+def test_a_cpu_needs_no_line_about_graphs(student, texts, tmp_path, without_curves):
+    """Shipped recipes ask for a graph; a stage on a CPU runs without."""
     recipe = separated(healing_recipe(texts, {**STAGES[1], "kind": "lm"}, cuda_graph=True))
     said = Said()
     finetune(str(student), recipe, tmp_path / "out", device="cpu", track="none", progress=said)
-    assert any("cuda_graph: true is not used in this stage" in line for line in said.lines)
+    assert said.lines and not any("cuda_graph" in line for line in said.lines)
 
 
 def test_packed_documents_run_without_a_graph(student, texts, tmp_path, replays, without_curves):
