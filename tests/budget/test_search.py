@@ -383,6 +383,8 @@ def test_limits_that_cannot_be_met_give_the_nearest_plan(searched, source, text,
         (("--max-bytes", "60%", "--bits", "3"), "--bits must be 8, 4 or both, such as 8,4 (got '3')"),
         (("--max-bytes", "60%", "--gains", "/nowhere.json"), "cannot read /nowhere.json"),
         (("--max-bytes", "60%", "--at", "0"), "must be a number of tokens"),
+        (("--max-bytes", "60%", "--at", "1000000M"), "search: at must be 1 to 67108864 tokens"),
+        (("--max-bytes", "999999999999999GB"), "--max-bytes is larger than any model (got '999999999999999GB')"),
     ],
 )
 def test_wrong_options_exit_2(words, says, source, tmp_path, capsys):
