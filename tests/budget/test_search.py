@@ -199,7 +199,9 @@ def test_a_search_of_some_kinds_keeps_the_rows_of_others(searched, source, text,
 @pytest.mark.parametrize(
     "change, says",
     [
-        (lambda t: "not json", "is not JSON"),
+        (lambda t: "not json", "is not JSON. Remove it to measure again"),
+        (lambda t: {**t, "start": {**t["start"], "settings": {**t["start"]["settings"], "length": 32}}}, "another length"),
+        (lambda t: {**t, "start": {**t["start"], "settings": 3}}, "another"),
         (lambda t: {**t, "rows": [{**t["rows"][0], "damage": -1.0}]}, r"rows.0.damage: must be greater than or equal to 0"),
         (lambda t: {**t, "rows": [{**t["rows"][0], "damage": "0.1"}]}, r"rows.0.damage"),
         (lambda t: {**t, "rows": [{**t["rows"][0], "command": "rm"}]}, r"unknown key 'rows.0.command'"),
