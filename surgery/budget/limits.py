@@ -12,6 +12,7 @@ SIZES = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "kb": 10**3, "mb": 1
 SIZES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30}
 TIMES = {"": 10**6, "ms": 10**6, "s": 10**9, "us": 10**3}  # in nanoseconds
 COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+MOST = 2**62 - 1  # largest limit in whole units
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ MEASURES = {
 def parse_limit(measure: Measure, text: str, original: float) -> int:
     """Return a limit in whole units. text: such as 60%, 800M or 1.5GB. original: the value of the unconverted model.
 
-    Raises SurgeryError for anything else, and for a limit of 0.
+    Raises SurgeryError for anything else, and for a limit of 0 or above MOST.
     """
     units = "|".join(sorted((unit for unit in measure.units if unit), key=len, reverse=True))
     match = re.fullmatch(rf"(\d{{1,15}}(?:\.\d{{1,15}})?)\s*(%|{units})?", text.strip(), re.ASCII | re.IGNORECASE)
@@ -49,6 +50,8 @@ def parse_limit(measure: Measure, text: str, original: float) -> int:
     limit = int(number / 100 * original) if unit == "%" else int(number * measure.units[unit])
     if limit < 1:
         raise SurgeryError(f"{measure.option} must be above 0 (got {text!r})")
+    if limit > MOST:
+        raise SurgeryError(f"{measure.option} is larger than any model (got {text!r}); leave it out for no limit")
     return limit
 
 

@@ -72,6 +72,7 @@ KNOWN_FILES = (
 )
 POINTS = 8  # of the front, beside the one at the limits
 AT = 4096  # tokens of the sequence whose cache counts
+MOST_AT = 2**26  # the most such tokens
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,8 @@ def search(
     if not limits:
         options = ", ".join(measure.option for measure in MEASURES.values())
         raise SurgeryError(f"search: give at least one limit ({options})")
+    if not 1 <= settings.at <= MOST_AT:
+        raise SurgeryError(f"search: at must be 1 to {MOST_AT} tokens (got {settings.at})")
     if wrong := [number for number in settings.bits if number not in BITS]:
         raise SurgeryError(f"search: bits must be 8 or 4 (got {wrong[0]})")
     gains = read_gains(settings.gains) if settings.healing else {}

@@ -104,7 +104,10 @@ def read_table(folder: Path, start: Mapping[str, Any], known: set[str], parts_of
         table = Table.model_validate(read_json(path))
     except ValidationError as error:
         raise SurgeryError(f"{validation_error(error, str(path), Table)}. Remove it to measure again") from None
-    if changed := [key for key in {**start, **table.start} if start.get(key) != table.start.get(key)]:
+    except SurgeryError as error:
+        raise SurgeryError(f"{error}. Remove it to measure again") from None
+    begun, now = _flat_start(table.start), _flat_start(start)
+    if changed := [key for key in {**now, **begun} if now.get(key) != begun.get(key)]:
         raise SurgeryError(
             f"{path} was begun with another {changed[0]}. Give the same model, calibration text and options, or another "
             "--out"
@@ -124,6 +127,12 @@ def read_table(folder: Path, start: Mapping[str, Any], known: set[str], parts_of
             f"{path}: a plan is there twice, or its choices are not sorted. Remove the file to measure again"
         )
     return Measured(rows, plans)
+
+
+def _flat_start(start: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the start with its settings beside the other entries, so that a message names the one that differs."""
+    settings = start.get("settings")
+    return {**start, "settings": None, **settings} if isinstance(settings, Mapping) else dict(start)
 
 
 def write_table(

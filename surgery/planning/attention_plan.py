@@ -55,8 +55,9 @@ def find_attention_targets(
     settings = recipe.attention
     if settings is None:
         return {}, []
-    paths, softmax = attention_paths(meta_model.model), Softmax()
+    paths, softmax, kept = attention_paths(meta_model.model), Softmax(), frozenset[int]()
     if settings.hybrid is not None:
+        kept = frozenset(settings.hybrid.layers or ())
         positions = getattr(text_config(meta_model.model), "max_position_embeddings", None)
         softmax = settings.hybrid.kept_softmax(positions if isinstance(positions, int) else None)
     targets: dict[str, AttentionTarget] = {}
@@ -64,7 +65,10 @@ def find_attention_targets(
         if not is_layer_selected(settings.layers, index, len(paths)):
             continue
         layer = next(name for name in layout.layers if path.startswith(f"{name}."))
-        shape = attention_shape(meta_model.model, path)
+        shape, output = attention_shape(meta_model.model, path), output_path(meta_model.model, path)
+        if index in kept:  # its options may be in no rule: checked below, as those of the softmax that is kept
+            targets[layer] = AttentionTarget(path, layer, index, len(paths), output, shape, softmax, softmax=softmax)
+            continue
         config = settings.config_for(shape, index, len(paths))
         try:
             MIXERS[config].check_config(config, shape)
@@ -76,7 +80,6 @@ def find_attention_targets(
 
             # A default order, until allocate_score_dims has measured the dimensions on calibration text.
             fixed = {"order": [slowest_first(shape)] * shape.groups}
-        output = output_path(meta_model.model, path)
         targets[layer] = AttentionTarget(path, layer, index, len(paths), output, shape, config, fixed, softmax, cache)
     if not targets:
         raise SurgeryError(

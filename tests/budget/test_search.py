@@ -199,7 +199,9 @@ def test_a_search_of_some_kinds_keeps_the_rows_of_others(searched, source, text,
 @pytest.mark.parametrize(
     "change, says",
     [
-        (lambda t: "not json", "is not JSON"),
+        (lambda t: "not json", "is not JSON. Remove it to measure again"),
+        (lambda t: {**t, "start": {**t["start"], "settings": {**t["start"]["settings"], "length": 32}}}, "another length"),
+        (lambda t: {**t, "start": {**t["start"], "settings": 3}}, "another"),
         (lambda t: {**t, "rows": [{**t["rows"][0], "damage": -1.0}]}, r"rows.0.damage: must be greater than or equal to 0"),
         (lambda t: {**t, "rows": [{**t["rows"][0], "damage": "0.1"}]}, r"rows.0.damage"),
         (lambda t: {**t, "rows": [{**t["rows"][0], "command": "rm"}]}, r"unknown key 'rows.0.command'"),
@@ -383,6 +385,8 @@ def test_limits_that_cannot_be_met_give_the_nearest_plan(searched, source, text,
         (("--max-bytes", "60%", "--bits", "3"), "--bits must be 8, 4 or both, such as 8,4 (got '3')"),
         (("--max-bytes", "60%", "--gains", "/nowhere.json"), "cannot read /nowhere.json"),
         (("--max-bytes", "60%", "--at", "0"), "must be a number of tokens"),
+        (("--max-bytes", "60%", "--at", "1000000M"), "search: at must be 1 to 67108864 tokens"),
+        (("--max-bytes", "999999999999999GB"), "--max-bytes is larger than any model (got '999999999999999GB')"),
     ],
 )
 def test_wrong_options_exit_2(words, says, source, tmp_path, capsys):

@@ -9,6 +9,8 @@ import torch
 from helpers.small import make_recipe, model_outputs, tiny_config, tiny_inputs
 from safetensors.torch import save_file
 
+from surgery.budget.choices import ATTENTION, Kind
+from surgery.budget.recipes import attention_of
 from surgery.checkpoint.outline import describe_checkpoint
 from surgery.checkpoint.source import open_checkpoint
 from surgery.conversion.convert import convert
@@ -124,6 +126,19 @@ def test_each_layer_of_a_rule_has_a_cache_budget_of_its_own(sources, tmp_path):
     for config, share in zip(configs[1:3], (0.6, 0.3)):
         keys = MIXERS[config].cost(config, shape, 64).cache - shape.groups * shape.value * 64
         assert 0 < keys <= share * full * (1 + 1e-6)
+
+
+def test_a_layer_that_keeps_softmax_needs_no_rule(sources, tmp_path):
+    """`surgery search` writes MLR attention by rules only, beside the layers that keep softmax."""
+    folder = sources("llama", 4)
+    save_file(tiny_inputs("llama", 6, 64), tmp_path / "inputs.safetensors")
+    small, large = (Kind(name, ATTENTION, "mlr", {"mixer": "mlr", "cache": float(name)}) for name in ("0.3", "0.6"))
+    inputs = {"calibration": str(tmp_path / "inputs.safetensors"), "curvature": "none"}
+    recipe = make_recipe(structure="dense", attention=attention_of([small, None, large, None]), **inputs)
+    convert(str(folder), recipe, tmp_path / "out")
+    model = tiny_config("llama")[0].from_pretrained(tmp_path / "out").eval()
+    mixers = [getattr(layer.self_attn, "mixer", None) for layer in model.model.layers]
+    assert [mixer and mixer.config.name for mixer in mixers] == ["mlr", None, "mlr", None]
 
 
 def test_a_converted_model_has_the_states_of_its_rules(sources, tmp_path):
