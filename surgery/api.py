@@ -597,7 +597,7 @@ def quantize(
 
 def finetune(
     converted: PathLike,
-    recipe: str,
+    recipe: Any,
     *,
     teacher: PathLike | None = None,
     data: PathLike | None = None,
@@ -617,8 +617,8 @@ def finetune(
 
     Args:
         converted: converted checkpoint, a local folder or a Hub id.
-        recipe: name of a shipped healing recipe (auto, linears, attention, new-modules, lambda, control) or path of a
-            YAML file.
+        recipe: name of a shipped healing recipe (auto, linears, attention, new-modules, lambda, control), path of a
+            YAML file, or dict.
         teacher: checkpoint to distill from, the one that `converted` was made from.
         data: text to train on, a file, a folder or a Hub id; "generated": the teacher writes it (docs/data.md); None:
             the recipe's.

@@ -58,6 +58,13 @@ class CalibrationSet:
             raise SurgeryError(f"calibration: {rows} window; at least two are needed, one to fit and one to check")
         # Two if possible: a standard error cannot be estimated from one.
         held = min(max(2 if rows >= 4 else 1, round(rows * holdout)), rows - 1)
+        mask = inputs.get("attention_mask")
+        for part, what in ((slice(rows - held), "to fit"), (slice(rows - held, None), "to check")):
+            if mask is not None and not mask[part].any():
+                raise SurgeryError(
+                    f"calibration: the attention_mask is 0 in all rows {what} (the last {held} of {rows} rows are to "
+                    "check), so they hold no token. Leave out empty texts"
+                )
         return cls(inputs, rows - held, rows, packed)
 
     @property

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from glob import escape
 from pathlib import Path
@@ -277,14 +277,26 @@ def raise_unfinished(folder: Path, what: str = "conversion") -> NoReturn:
 
 
 def _difference(before: Any, now: Any) -> str:
-    """Say how two values of a fingerprint differ: of JSON mappings, in which keys."""
+    """Say how two values of a fingerprint differ: of JSON mappings, in which keys, for example stages.0.rate."""
     with suppress(TypeError, ValueError):
-        first, second = json.loads(before), json.loads(now)
+        first, second = (json.loads(value) if isinstance(value, str) else value for value in (before, now))
         if isinstance(first, dict) and isinstance(second, dict):
-            keys = [key for key in {**first, **second} if first.get(key) != second.get(key)]
-            changes = [f"{key}: {_truncate(first.get(key))}, now {_truncate(second.get(key))}" for key in keys]
-            return "; ".join(changes)
+            return "; ".join(f"{key}: {_truncate(a)}, now {_truncate(b)}" for key, a, b in _changes(first, second))
     return f"{_truncate(before)}, now {_truncate(now)}"
+
+
+def _changes(before: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (path, value before, value now) of the innermost values that differ. Lists of two lengths are one value."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        pairs = [(key, before.get(key), now.get(key)) for key in {**before, **now}]
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        pairs = [(str(i), *values) for i, values in enumerate(zip(before, now))]
+    else:
+        if before != now:
+            yield path, before, now
+        return
+    for key, first, second in pairs:
+        yield from _changes(first, second, f"{path}.{key}" if path else key)
 
 
 def _truncate(value: Any) -> str:

@@ -18,7 +18,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from surgery.mixers import Mixer
 from surgery.modeling.joined import JoinedLinear
-from surgery.modeling.modules import SplitLinear
+from surgery.modeling.modules import GuardedLinear, SplitLinear
 from surgery.structures import StructuredLinear
 from surgery.structures.quantized import QuantizedLinear
 from surgery.structures.shared_basis import SharedBasis
@@ -30,7 +30,7 @@ class StructuredLora(Linear):
     """A LoRA layer over a structured or split linear."""
 
     def __init__(self, base_layer: Any, adapter_name: str, config: Any, **kwargs: Any):
-        _check_lora_config(config)
+        _check_lora_config(config, "which a structured linear does not hold")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Unsupported layer type")
             super().__init__(base_layer, adapter_name, config=config, **kwargs)
@@ -45,15 +45,16 @@ class StructuredLora(Linear):
         )
 
 
-def _check_lora_config(config: Any) -> None:
-    """Raise ValueError for options that need the dense weight of the base layer."""
+def _check_lora_config(config: Any, reason: str) -> None:
+    """Raise ValueError for options that need the dense weight of the base layer as a matrix. reason: why it has none,
+    as a clause about the dense weight.
+    """
     if getattr(config, "use_dora", False):
-        raise ValueError("use_dora needs the dense weight, which a structured linear does not hold; use plain LoRA")
+        raise ValueError(f"use_dora needs the dense weight, {reason}; use plain LoRA")
     if config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
         raise ValueError(
-            f"init_lora_weights={config.init_lora_weights!r} factors the dense weight, which a structured linear does "
-            "not hold; "
-            "use True, 'gaussian' or 'orthogonal'"
+            f"init_lora_weights={config.init_lora_weights!r} factors the dense weight, {reason}; use True, 'gaussian' "
+            "or 'orthogonal'"
         )
 
 
@@ -70,6 +71,10 @@ def register_lora() -> None:
             raise ValueError("the basis that experts share takes no adapter; adapt their linears (target_modules)")
         if parameter_name is None and isinstance(base, LINEARS):
             return StructuredLora(target, adapter_name, config=config, **kwargs)
+        if parameter_name is None and isinstance(base, GuardedLinear):  # DoRA would take the norms of the wrong axis
+            _check_lora_config(
+                config, "which the output projection of a mixer stores as (1, out, in), not as the matrix (out, in)"
+            )
         return before(target, adapter_name, config=config, parameter_name=parameter_name, **kwargs)
 
     dispatch.surgery = True  # type: ignore[attr-defined]

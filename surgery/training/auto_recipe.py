@@ -181,7 +181,7 @@ def read_facts(source: Any, linears: int | None = None, mixers: int | None = Non
 
 
 def load_recipe_for(
-    name: str, facts: Callable[[], ModelFacts], overrides: Sequence[str] = (), tiny: bool = False
+    name: str | Mapping[str, Any], facts: Callable[[], ModelFacts], overrides: Sequence[str] = (), tiny: bool = False
 ) -> tuple[HealingRecipe, list[str]]:
     """Return a healing recipe, and for `auto` lines that say what was chosen and why.
 
@@ -225,7 +225,11 @@ def _plain(value: Any) -> str:
 
 
 def load_recipe_of_run(
-    name: str, converted: str, overrides: Sequence[str] = (), tiny: bool = False, trust_remote_code: bool = False
+    name: str | Mapping[str, Any],
+    converted: str,
+    overrides: Sequence[str] = (),
+    tiny: bool = False,
+    trust_remote_code: bool = False,
 ) -> tuple[HealingRecipe, list[str]]:
     """`load_recipe_for` of a converted checkpoint, a folder or Hub id."""
     return load_recipe_for(name, lambda: read_facts(open_trainable(converted, trust_remote_code)), overrides, tiny)

@@ -68,7 +68,7 @@ class TorchOptimizerState:
                     raise SurgeryError(
                         f"{info.file}: {info.name!r} must have its parameter's shape {list(p.shape)} (got "
                         f"{list(info.shape)}). "
-                        "Remove that folder to resume from the checkpoint before."
+                        f"Remove the folder {info.file.parent} to resume from the checkpoint before."
                     )
                 state = _state_like(p, read_tensor(info, check=False))
                 self.optimiser.state[p][key] = quantized_like(self.optimiser, p, key, state)
@@ -214,7 +214,7 @@ class CheckpointManager:
 
     def restore(self, folder: Path, train_state: TrainState) -> None:
         """Restore optimizer state, moving average and random states. Weights are restored earlier, before sharding."""
-        stored = _group_by_parameter(read_header(folder / "optimiser.safetensors"))
+        stored = _group_by_parameter(_read_stored(folder / "optimiser.safetensors"))
         for name, mean in train_state.ema.items():
             if (info := stored.get(name, {}).pop(EMA_KEY, None)) is None:
                 continue
@@ -230,7 +230,7 @@ class CheckpointManager:
         path = folder / f"rng-{self.rank:05d}.safetensors"
         if not path.is_file():  # more processes than before
             return
-        stored = read_header(path)
+        stored = _read_stored(path)
         try:
             torch.set_rng_state(read_tensor(stored["cpu"]))
             if "cuda" in stored and torch.cuda.is_available():
@@ -252,8 +252,18 @@ def _read_state(folder: Path) -> dict[str, Any]:
     return record
 
 
+def _read_stored(path: Path) -> dict[str, TensorInfo]:
+    """Return the tensors of a file of a checkpoint. Raises SurgeryError that says how to go on without the file."""
+    try:
+        return read_header(path)
+    except SurgeryError:
+        raise _damaged_error(path) from None
+
+
 def _damaged_error(path: Path) -> SurgeryError:
-    return SurgeryError(f"{path} is damaged. Remove that folder to resume from the checkpoint before.")
+    return SurgeryError(
+        f"{path} is missing or damaged. Remove the folder {path.parent} to resume from the checkpoint before."
+    )
 
 
 def _group_by_parameter(stored: dict[str, TensorInfo]) -> StoredStates:

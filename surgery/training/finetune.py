@@ -23,7 +23,7 @@ from surgery.core.digests import content_digest
 from surgery.core.dispatch import record_references, reference_warning
 from surgery.core.errors import SurgeryError
 from surgery.core.files import check_no_unknown_files, explain_disk_errors, partial_path
-from surgery.core.journal import Journal, check_absent, check_output_path
+from surgery.core.journal import JOURNAL_NAME, Journal, check_absent, check_output_path, read_start
 from surgery.core.progress import Progress, is_main_process
 from surgery.core.version import WORK_VERSION
 from surgery.planning.renamed import renew_healing_recipe
@@ -272,6 +272,12 @@ def renew_fingerprint(start: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open_journal(source: Any, recipe: HealingRecipe, work: Path, resume: bool) -> Journal:
+    """Return the journal of a run. Raises SurgeryError if checkpoints are there whose settings it does not say."""
+    if resume and read_start(work) is None and CheckpointManager(work / "checkpoints", 1).latest():
+        raise SurgeryError(
+            f"{work / JOURNAL_NAME} is missing or damaged, so nothing says with which recipe, model and data the "
+            f"checkpoints in {work} were trained. Remove that folder to start again"
+        )
     return Journal(work, _fingerprint(source, recipe), resume, what="run", renew=renew_fingerprint)
 
 

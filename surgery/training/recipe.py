@@ -11,6 +11,7 @@ tiny: {stages.*.tokens: 4096}                           # overrides that --tiny 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -100,17 +101,17 @@ class HealingRecipe(StrictModel):
 
 
 def load_healing_recipe(
-    name: str,
+    name: str | Mapping[str, Any],
     overrides: list[str] | tuple[str, ...] = (),
     tiny: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> HealingRecipe:
-    """Load a shipped recipe by name or a YAML file by path. overrides: texts KEY=VALUE; tiny: apply the recipe's `tiny`
+    """Load a shipped recipe by name, a YAML file by path, or a recipe given as a dict. overrides: texts KEY=VALUE; tiny: apply the recipe's `tiny`
     block. settings: values by dotted path that replace the file's before both (auto_recipe.py).
 
     Names of version 0.2 are accepted with a RenamedWarning.
     """
-    old = OLD_HEALING_RECIPES.get(name)
+    old = OLD_HEALING_RECIPES.get(name) if isinstance(name, str) else None
     data, where = read_recipe_file(name if old is None else old.recipe, _healing_folder(), "healing")
     if old is not None:
         data = old.change(data)
@@ -125,8 +126,12 @@ def with_overrides(where: str, overrides: list[str] | tuple[str, ...]) -> str:
     return " with override ".join([where, *overrides])
 
 
-def read_recipe_file(name: str, folder: Path, kind: str) -> tuple[dict[str, Any], str]:
-    """Read a recipe, shipped in `folder` or a YAML file. Return (its keys, its name for messages)."""
+def read_recipe_file(name: str | Mapping[str, Any], folder: Path, kind: str) -> tuple[dict[str, Any], str]:
+    """Read a recipe, shipped in `folder`, a YAML file or a dict. Return (its keys, its name for messages)."""
+    if isinstance(name, Mapping):
+        data, notes = renew_healing_recipe(copy.deepcopy(dict(name)))
+        warn_renamed(notes)
+        return data, "recipe (given as a dict)"
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         path = folder / f"{name}.yaml"

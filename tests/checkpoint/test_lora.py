@@ -149,6 +149,16 @@ def test_what_reads_the_dense_weight_is_refused(options, says, converted):
         get_peft_model(base_of(converted("llama")), config_of("llama", **options))
 
 
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"init_lora_weights": "pissa"}])
+def test_options_that_read_the_output_projection_of_a_mixer_as_a_matrix_are_refused(options, checkpoints):
+    """Its weight is (1, out, in): DoRA would take norms over the outputs, and the initial factors have wrong shapes."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoints("llama"))
+    surgery.apply(model, {"structure": "dense", "attention": {"mixer": "linear", "mask": "gates"}})
+    with pytest.raises(ValueError, match=r"dense weight, which the output projection of a mixer stores as \(1, out"):
+        get_peft_model(model, LoraConfig(target_modules=["o_proj"], **options))
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"], **options))
+
+
 def test_registering_twice_wraps_once():
     from surgery.modeling.lora import register_lora
 

@@ -308,6 +308,8 @@ ROW = torch.full((2, 8), 5)
         (lambda model: model.generate(ROW, max_new_tokens=3) and None, "not the steps of generate"),
         ({"train": type("Data", (), {"column_names": []})()}, "Give one of them, for example data"),
         ([{"input_ids": ROW[:1]}], "at least two are needed"),
+        ([{"input_ids": ROW, "attention_mask": torch.zeros_like(ROW)}], "is 0 in all rows to fit"),
+        ([{"input_ids": ROW, "attention_mask": torch.tensor([[1] * 8, [0] * 8])}], "is 0 in all rows to check"),
     ],
 )  # fmt: skip
 def test_calibration_that_is_refused(form, said, checkpoints):

@@ -433,7 +433,8 @@ def test_validation_sources_of_their_own(files, tokenizer):
         ({"path": "{files}/lines.jsonl", "tex": "body"}, "tex"),
         ({"path": "{files}/lines.jsonl", "prompt": "body"}, "prompt and completion"),
         ({"path": "{files}/lines.jsonl", "text": "body", "messages": "body"}, "a row is one thing"),
-        ({"path": "{files}/broken.jsonl"}, "cannot be read"),
+        ({"path": "{files}/broken.jsonl"}, r"cannot be read: .*JSON parse error: .* in row 1"),
+        ({"path": "{files}/empty.jsonl"}, "cannot be read: it has no rows"),
         ({"path": "{files}/empty.txt"}, "no training document"),
         (
             {"path": "{files}/broken-type.parquet", "text": "count"},
@@ -449,6 +450,7 @@ def test_people_s_mistakes(wrong, said, files, tokenizer, tmp_path):
     place = tmp_path if "broken" in wrong["path"] or "empty" in wrong["path"] else files
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "empty.jsonl").write_text("")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"count": 7}] * 2), tmp_path / "broken-type.parquet")
     (tmp_path / "broken.txt").write_bytes("café naïve résumé ".encode("latin-1") * 300)
     wrong = {**wrong, "path": wrong["path"].format(files=place)}

@@ -253,6 +253,22 @@ def test_a_damaged_checkpoint_is_named(btt, texts, tmp_path):
         found.read_position(state.parent)
 
 
+@pytest.mark.parametrize("file", ["optimiser.safetensors", "weights.safetensors"])
+@pytest.mark.parametrize("damage", ["cut", "removed"])
+def test_a_damaged_file_of_a_checkpoint_says_how_to_go_on(file, damage, tmp_path):
+    from surgery.training.checkpoints import CheckpointManager, TrainPosition, TrainState
+
+    manager = CheckpointManager(tmp_path / "checkpoints", 2)
+    state = TrainState({"weight": torch.zeros(64, 64)}, ema={"weight": torch.zeros(64, 64)})
+    path = manager.save(TrainPosition(step=2), state) / file
+    path.unlink() if damage == "removed" else path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(
+        SurgeryError, match=rf"{file} is missing or damaged\. Remove the folder .*step-0000002 to resume"
+    ):
+        manager.restore_weights(path.parent, state.parameters)
+        manager.restore(path.parent, state)
+
+
 def test_another_recipe_does_not_go_on(btt, texts, tmp_path, poison_loss):
     poison_loss("loss", 9)
     with pytest.raises(SurgeryError, match="NaN or infinite"):

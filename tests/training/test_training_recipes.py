@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+
 import pytest
 import torch
 from helpers.small import tiny_config
@@ -70,6 +73,22 @@ def test_numbers_as_people_write_them():
 def test_refusals(data, said):
     with pytest.raises(SurgeryError, match=said):
         parse_healing_recipe(data)
+
+
+def test_a_recipe_given_as_a_dict_is_that_of_the_file(tmp_path):
+    keys = {
+        "data": {"sources": ["a.txt"]},
+        "stages": [{"kind": "lm", "rate": 1e-4, "tokens": 512}],
+        "tiny": {"seed": "3"},
+    }
+    (tmp_path / "heal.yaml").write_text(json.dumps(keys))
+    before = copy.deepcopy(keys)
+    for tiny in (False, True):
+        found = load_healing_recipe(keys, ["stages.0.rate=1e-3"], tiny)
+        assert found == load_healing_recipe(str(tmp_path / "heal.yaml"), ["stages.0.rate=1e-3"], tiny)
+    assert keys == before
+    with pytest.raises(SurgeryError, match=r"recipe \(given as a dict\)"):
+        load_healing_recipe({**keys, "stagez": []})
 
 
 def test_set_reaches_every_place(tmp_path):

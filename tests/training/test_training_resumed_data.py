@@ -39,3 +39,31 @@ def test_outside_d3_a_journal_without_digests_goes_on(student, words, tmp_path):
         journal.add(**json.loads(json.dumps(old)))
     with _open_journal(source, recipe, work, True) as journal:
         assert journal.entries == [old]
+
+
+@pytest.mark.parametrize("damage", ["removed", "first line"])
+def test_checkpoints_of_unknown_settings_are_refused(damage, student, words, tmp_path):
+    """Without the first line of the journal, another recipe would go on from the checkpoints of the first."""
+    recipe, source = healing_recipe(words, LM), open_trainable(str(student), False)
+    work = tmp_path / "out.partial"
+    with _open_journal(source, recipe, work, False):
+        pass
+    journal = work / JOURNAL_NAME
+    journal.unlink() if damage == "removed" else journal.write_bytes(journal.read_bytes().replace(b"start", b"stbrt"))
+    state = work / "checkpoints" / "stage-00-step-0000002" / "state.json"
+    state.parent.mkdir(parents=True)
+    state.write_text("{}")
+    with pytest.raises(SurgeryError, match="is missing or damaged, so nothing says with which recipe"):
+        _open_journal(source, recipe, work, True)
+    shutil.rmtree(state.parent)
+    with _open_journal(source, recipe, work, True) as again:  # nothing was trained yet
+        assert len(again.entries) == 1
+
+
+def test_a_refusal_names_the_key_that_differs(student, words, tmp_path):
+    source, work = open_trainable(str(student), False), tmp_path / "out.partial"
+    with _open_journal(source, healing_recipe(words, {**LM, "rate": 1e-4}), work, False):
+        pass
+    again = _open_journal(source, healing_recipe(words, {**LM, "rate": 2e-4}), work, True)
+    with pytest.raises(SurgeryError, match=r"another recipe \(stages\.0\.rate: 0\.0001, now 0\.0002\)"), again:
+        pass

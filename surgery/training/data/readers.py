@@ -159,5 +159,8 @@ def unreadable_error(where: str, error: Exception) -> SurgeryError:
     """Return the error for a source that the `datasets` library cannot read."""
     kinds = ("a local file or folder", "a Hub data set")
     reason = explain_hub_error(error, "it", "give the path of local files", kinds=kinds)
-    reason = reason or f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if isinstance(error, StopIteration):  # of an empty file
+        reason = "it has no rows. Give a file with text"
+    cause = error.__cause__ or error  # it names the row
+    reason = reason or f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
     return SurgeryError(f"{where} cannot be read: {reason}")
