@@ -256,14 +256,18 @@ def find_choices(
     that does not suit the model is left out, with a note if it is wanted. Raises SurgeryError if no kind is left.
     """
     plans: dict[tuple[str, str], Plan] = {}
-    notes: list[str] = []
-    unsuitable = ""
+    unsuitable, left_out = "", dict[str, list[str]]()  # reason -> titles
     for kind in kinds:
         try:
             plans[kind.part, kind.name] = make_plan(model, kind_recipe(kind, settings))
         except SurgeryError as error:
             unsuitable = f"{kind.title} is left out: {error}"
-            notes += [unsuitable] if is_wanted(kind.title) else []
+            if is_wanted(kind.title):
+                left_out.setdefault(str(error), []).append(kind.title)
+    notes = [
+        f"{', '.join(titles)} {'is' if len(titles) == 1 else 'are'} left out: {reason}"
+        for reason, titles in left_out.items()
+    ]
     left = [kind for kind in kinds if (kind.part, kind.name) in plans]
     if all(kind.number is not None for kind in left):
         raise SurgeryError(f"search: no kind of choice suits this model. {unsuitable}")

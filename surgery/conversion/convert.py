@@ -30,7 +30,7 @@ from surgery.conversion.layer_shards import select_valid_entries
 from surgery.conversion.norms import layer_norms_and_biases, outer_norms
 from surgery.conversion.replacement import LayerReplacement, load_replacement, stored_module_name
 from surgery.conversion.report import ReportInputs, conversion_report, short_text_warnings, uncalibrated_warnings
-from surgery.conversion.score import HeldOutScore
+from surgery.conversion.score import HeldOutScore, check_held_out
 from surgery.conversion.sequential import SequentialConverter, convert_head
 from surgery.conversion.sinks import FolderSink, JournalEntry, Sink
 from surgery.conversion.sources import CalibrationInputs, FolderSource, Source
@@ -198,6 +198,7 @@ class Conversion:
 
     def _run_steps(self, began: float) -> dict[str, Any]:
         """Convert what the journal does not hold yet, assemble the result, and return the report."""
+        check_held_out(self.ctx)
         self.ctx.shards_dir.mkdir(exist_ok=True)
         self.seconds["start"] = round(time.perf_counter() - began, 3)  # imports, the plan and reading the text
         torch.manual_seed(self.ctx.recipe.seed)

@@ -15,6 +15,9 @@ from surgery.calibration.lm_head import ChunkedLMHead
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.conversion.context import ConversionContext
 from surgery.conversion.fisher import has_lm_head
+from surgery.core.errors import SurgeryError
+
+ID_INPUTS = ("decoder_input_ids", "input_ids")  # the first that is given has the tokens that are predicted
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class HeldOutScore:
 
     unit "nats per token": original and converted are mean losses, difference_se the standard error of their
     difference over samples (None for a single sample). unit "relative output error", for models that predict no next
-    token: original is 0 and converted is |f0 - f| / |f0|. tokens, samples: how many were scored; samples 0: unknown.
+    token and for samples without token ids: original is 0 and converted is |f0 - f| / |f0|. tokens, samples: how many were scored; samples 0: unknown.
     """
 
     unit: str
@@ -52,6 +55,34 @@ def predicts_next_token(meta_model: MetaModel) -> bool:
     return bool(generates or writes_text) and has_lm_head(meta_model)
 
 
+def check_held_out(ctx: ConversionContext) -> None:
+    """Raise SurgeryError if the held-out samples are scored by their next tokens and have none."""
+    if ctx.data is not None and _is_scored_by_loss(ctx) and not _scored_tokens(ctx)[1].any():
+        held = ctx.samples.rows - ctx.samples.n_fit
+        raise SurgeryError(
+            f"calibration: the last {held} of {ctx.samples.rows} rows are held out to score the conversion, and no row "
+            "of them has two tokens, one to predict the other. Give longer rows"
+        )
+
+
+def _is_scored_by_loss(ctx: ConversionContext) -> bool:
+    """Return whether the score is of next tokens: not without a head, and not of embeddings in place of token ids."""
+    return bool(predicts_next_token(ctx.model) and ctx.plan.layout.head and {*ID_INPUTS} & {*ctx.samples.inputs})
+
+
+def _scored_tokens(ctx: ConversionContext) -> tuple[Tensor, Tensor]:
+    """Return the token ids of the held-out samples (B, T), and for ids[:, 1:] 1 where the loss counts, else 0."""
+    data = ctx.samples
+    held, mask_BT = slice(data.n_fit, data.rows), data.head_mask()
+    real_BT = None if mask_BT is None else mask_BT[held].bool()
+    ids_BT = next(data.inputs[name] for name in ID_INPUTS if name in data.inputs)[held]
+    # A loss counts if the token and the one it predicts are both real; a sample counts if any of its losses does.
+    counts_BT = torch.ones_like(ids_BT[:, 1:]) if real_BT is None else (real_BT[:, 1:] & real_BT[:, :-1]).long()
+    for token in placeholder_tokens(ctx.model.config):  # stands for a part of an image, which is not predicted
+        counts_BT = counts_BT * (ids_BT[:, 1:] != token)
+    return ids_BT, counts_BT
+
+
 @torch.no_grad()
 def held_out_score(
     ctx: ConversionContext, original_BTD: Tensor, converted_BTD: Tensor, head_module: nn.Module | None = None
@@ -64,16 +95,12 @@ def held_out_score(
     held = slice(data.n_fit, data.rows)
     hidden_BTDs, mask_BT = (original_BTD, converted_BTD), data.head_mask()
     real_BT = None if mask_BT is None else mask_BT[held].bool()
-    if not (predicts_next_token(ctx.model) and layout.head):
+    if not _is_scored_by_loss(ctx) or layout.head is None:
         before, after = (unpadded_rows(x, real_BT) if x.dim() > 1 else x[:, None] for x in hidden_BTDs)
         error = float((before - after).norm() / before.norm().clamp_min(1e-30))
         return HeldOutScore("relative output error", 0.0, error, None, before[..., 0].numel(), data.rows - data.n_fit)
     head = ChunkedLMHead(ctx.model, layout.head, layout.architecture, ctx.device)
-    ids_BT = data.inputs["decoder_input_ids" if "decoder_input_ids" in data.inputs else "input_ids"][held]
-    # A loss counts if the token and the one it predicts are both real; a sample counts if any of its losses does.
-    counts_BT = torch.ones_like(ids_BT[:, 1:]) if real_BT is None else (real_BT[:, 1:] & real_BT[:, :-1]).long()
-    for token in placeholder_tokens(ctx.model.config):  # stands for a part of an image, which is not predicted
-        counts_BT = counts_BT * (ids_BT[:, 1:] != token)
+    ids_BT, counts_BT = _scored_tokens(ctx)
     ids_BT = ids_BT.clamp_max(head.weight.shape[0] - 1)
     used_B = counts_BT.sum(1) > 0
     losses = []

@@ -246,13 +246,16 @@ def mixer_tables(rows: list[dict[str, Any]], costs: dict[str, Any]) -> list[Any]
 
 def training_kernel_lines(rows: list[dict[str, Any]]) -> list[str]:
     """Return a line per mixer on the kernels that a training step on a GPU runs. rows: of `training_kernels`."""
-    lines = []
+    layers: dict[tuple[str, str], int] = {}  # of mixers that differ in sizes only
     for row in rows:
         parts = [f"kernels compute {', '.join(row['kernels'])}"] if row["kernels"] else []
         parts += [f"the PyTorch reference computes {name}, because {why}" for name, why in row["references"].items()]
-        layers = f"{row['layers']} layer{'s' if row['layers'] > 1 else ''}"
-        lines.append(f"training on a GPU in bfloat16, {row['mixer']} ({layers}): {'; '.join(parts)}")
-    return lines
+        key = (row["mixer"], "; ".join(parts))
+        layers[key] = layers.get(key, 0) + row["layers"]
+    return [
+        f"training on a GPU in bfloat16, {mixer} ({count} layer{'s' if count > 1 else ''}): {computed}"
+        for (mixer, computed), count in layers.items()
+    ]
 
 
 def toeplitz_lines(r2: dict[str, list[float]] | None) -> list[str]:

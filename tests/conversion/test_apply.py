@@ -286,6 +286,14 @@ def test_padding_is_left_out(checkpoints):
     assert_same_tensors(*results)
 
 
+def test_embeddings_in_place_of_token_ids(checkpoints):
+    """Their held-out score is the error of the outputs."""
+    model = load_original(checkpoints("llama"))
+    calibration = [{"inputs_embeds": torch.randn(8, 16, 32, generator=torch.Generator().manual_seed(0))}]
+    score = surgery.apply(model, {"structure": "low_rank", **QUICK}, calibration=calibration).surgery_report["held_out"]
+    assert score["unit"] == "relative output error" and 0 < score["converted"] < 1
+
+
 ROW = torch.full((2, 8), 5)
 
 
@@ -310,6 +318,8 @@ ROW = torch.full((2, 8), 5)
         ([{"input_ids": ROW[:1]}], "at least two are needed"),
         ([{"input_ids": ROW, "attention_mask": torch.zeros_like(ROW)}], "is 0 in all rows to fit"),
         ([{"input_ids": ROW, "attention_mask": torch.tensor([[1] * 8, [0] * 8])}], "is 0 in all rows to check"),
+        ([{"input_ids": ROW[:, :1]}], "no row of them has two tokens"),
+        ([{"input_ids": ROW, "attention_mask": torch.tensor([[1] * 8, [1] + [0] * 7])}], "no row of them has two tokens"),
     ],
 )  # fmt: skip
 def test_calibration_that_is_refused(form, said, checkpoints):
