@@ -297,9 +297,9 @@ def test_choices_of_a_plan_are_made_together(searched, source, text, tmp_path, m
     measuring = kept[0]
     (out / "work").mkdir(exist_ok=True)
     by_key = {choice.key: choice for choice in measuring.choices.choices}
-    layer = "model.layers.1"
+    layer = "model.layers.0"
     names = [f"{layer} attention: mlr 40%", f"{layer} projections: low_rank 25%", f"{layer} mlp: pruned 25%"]
-    whole, removed = [by_key[name] for name in names], by_key["model.layers.2: removed"]
+    whole, removed = [by_key[name] for name in names], by_key["model.layers.1: removed"]
     rounded = [*whole[:2], replace(whole[2], bits=4)]
     plans = {"one": whole[:1], "two": whole[:2], "three": whole, "rounded": rounded, "removed": [*whole, removed]}
     plans |= {choice.key: [choice] for choice in (*whole, removed)}
