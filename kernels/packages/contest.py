@@ -7,9 +7,9 @@
 2. For each class of calls (dtype, G, J, K, V, shared queries and keys, first state, packing) and pass, a kernel
    computes small random inputs. Its outputs, or gradients, must agree with those of the PyTorch reference in float64:
    relative error in the 2-norm at most `TOLERANCES` (twice that for gradients) in each tensor.
-3. For each power of two of tokens of a class, our kernel and all that passed run the call itself. Each must agree with
-   our kernel within twice the tolerance. The least median of `RUNS` times, of some calls in a row, is chosen. Other
-   packages are therefore never chosen where one of them is wrong or slower.
+3. At the first call of each power of two of tokens of a class, our kernel and all that passed run that call. Each must
+   agree with our kernel within twice the tolerance. The least median of `RUNS` times, of some calls in a row, is chosen,
+   also for later calls of as many tokens in more or fewer rows.
 
 A kernel that raises in step 2 or 3 is left out for that class or size; if the GPU no longer works after it, that is an
 error. `results` lists choices, times and reasons. The choices of forward and backward are separate: a backward takes the
