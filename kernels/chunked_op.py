@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from surgery.kernels.custom_op import CustomOp
 
@@ -47,6 +48,7 @@ class _ChunkedFunction(torch.autograd.Function):
         return functions.forward(tensors, plan)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> OptionalTensors:
         return None, None, *_input_gradients(ctx.functions, ctx.saved_tensors, ctx.plan, grads)
 

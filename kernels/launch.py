@@ -144,7 +144,8 @@ def describe_arguments(arguments: tuple[Any, ...], key: list[Hashable], unread: 
     tensors, which its launcher takes as they are.
 
     That is the dtype of a tensor and whether 16 divides its address; of an integer how many bits it takes, and whether it
-    is 1 or 16 divides it, unless its place is among `unread` (`do_not_specialize`); and the device of the first tensor.
+    is 1 or 16 divides it, unless its place is among `unread` (`do_not_specialize`); and the device of the first tensor,
+    which the kernel's first argument is or holds. A tensor on a CPU is refused by Triton at the first launch only.
     """
     addressed: list[Any] = []
     for i, x in enumerate(arguments):

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from surgery.core.dispatch import register_kernel
 from surgery.kernels.block_mixing.layout import BlockLayout, contiguous_rows, pack_state, unpack_state
@@ -126,6 +127,7 @@ class BlockMixingFunction(torch.autograd.Function):
         return layout.read(q, k, v, mixed, own_GJN)[0], state
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Any, grad_state: Any) -> Any:
         """Return the gradients of q, k, v, own_GJN and the parameters."""
         (q, k, v, own_GJN, *parameters), layout = ctx.saved_tensors, ctx.layout

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from surgery.core.dispatch import register_kernel
 from surgery.kernels.block_mixing.scan_kernels import parameter_grad_tiles, scan_tiles, toeplitz_tables
@@ -181,6 +182,7 @@ class ScanFunction(torch.autograd.Function):
         return scan(x, ToeplitzKernel.from_parameters(rate_RG, weight_RGJ), plan, final=True)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Any, grad_last: Any) -> Any:
         """Return the gradients of x, rate_RG, weight_RGJ and first."""
         x, rate_RG, weight_RGJ, first, count_B = ctx.saved_tensors
@@ -225,6 +227,7 @@ class BidirectionalScanFunction(torch.autograd.Function):
         return scan_bidirectional(x, ToeplitzKernel.from_parameters(rate_RG, weight_RGJ))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         """Return the gradients of x, rate_RG and weight_RGJ."""
         x, rate_RG, weight_RGJ = ctx.saved_tensors

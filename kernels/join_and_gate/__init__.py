@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from surgery.core.dispatch import register_kernel
 from surgery.kernels.custom_op import CustomOp
@@ -184,6 +185,7 @@ class JoinFunction(torch.autograd.Function):
         return launch_forward(inputs, dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Return the gradients of the tensors."""
         return None, *launch_backward(JoinInputs(*ctx.saved_tensors), grads[0])

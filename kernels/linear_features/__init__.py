@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from surgery.core.dispatch import register_kernel
 from surgery.kernels.custom_op import CustomOp
@@ -202,6 +203,7 @@ class FeaturesFunction(torch.autograd.Function):
         return launch_forward(call)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Return the gradients of x and W."""
         return *launch_backward(FeatureCall(*ctx.saved_tensors, **ctx.options), *grads), None, None, None

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from surgery.core.dispatch import register_kernel
 from surgery.kernels.custom_op import CustomOp
@@ -136,6 +137,7 @@ class LocalAttentionFunction(torch.autograd.Function):
         return out, stats
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Return the gradients of the tensors."""
         *tensors, out, stats, largest_at = ctx.saved_tensors

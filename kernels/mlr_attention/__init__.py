@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from surgery.core.dispatch import register_kernel
 from surgery.kernels.custom_op import CustomOp
@@ -150,6 +151,7 @@ class MLRAttentionFunction(torch.autograd.Function):
         return out[..., :values]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> Any:
         """Return the gradients of biases, v and the parts."""
         q, k, v, biases, ends, out, lse = ctx.saved_tensors

@@ -7,13 +7,13 @@
 2. For each class of calls (dtype, G, J, K, V, shared queries and keys, first state, packing) and pass, a kernel
    computes small random inputs. Its outputs, or gradients, must agree with those of the PyTorch reference in float64:
    relative error in the 2-norm at most `TOLERANCES` (twice that for gradients) in each tensor.
-3. For each power of two of tokens of a class, our kernel and all that passed run the call itself. Each must agree with
-   our kernel within twice the tolerance. The least median of `RUNS` times, of some calls in a row, is chosen. Other
-   packages are therefore never chosen where one of them is wrong or slower.
+3. At the first call of each power of two of tokens of a class, our kernel and all that passed run that call. Each must
+   agree with our kernel within twice the tolerance. The least median of `RUNS` times, of some calls in a row, is chosen,
+   also for later calls of as many tokens in more or fewer rows.
 
-A kernel that raises in step 2 or 3 is left out for that class or size; `results` lists choices, times and reasons. The
-choices of forward and backward are separate: a backward takes the inputs and recomputes its forward. Choices hold until
-the process ends, and each process makes its own.
+A kernel that raises in step 2 or 3 is left out for that class or size; if the GPU no longer works after it, that is an
+error. `results` lists choices, times and reasons. The choices of forward and backward are separate: a backward takes the
+inputs and recomputes its forward. Choices hold until the process ends, and each process makes its own.
 
 SURGERY_KERNEL_PACKAGES restricts the packages: names separated by commas, or `none`. SURGERY_KERNELS=flash-qla, fla or
 flashinfer takes that package wherever it passes step 2; `kernel` takes none. While a CUDA graph is captured, or torch
@@ -274,13 +274,14 @@ def check_kernel(kernel: PackageKernel, of: CallClass) -> str | None:
         made = run_backward(kernel, rows, ends, d_out, d_last)
         return _disagreement(made, _reference_gradients(rows, ends, d_out, d_last), tolerance)
     except Exception as error:
-        return _one_line(error)
+        return _reason_of(error, kernel, of.device)
 
 
 def random_call(of: CallClass) -> tuple[RowTensors, Tensor | None]:
     """Return small inputs of a class of calls, always the same, and the borders of packed sequences."""
     generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    host: Any = {"generator": generator, "device": "cpu", "dtype": torch.float32}  # whatever torch's defaults are
+    draw = lambda *shape: torch.randn(*shape, **host)  # noqa: E731
     B, T, N = 1 if of.packed else 2, CHECK_TOKENS, 1 if of.shared else of.G
     ends = torch.tensor([0, 67, T], dtype=torch.int32, device=of.device) if of.packed else None
     move = lambda x, dtype=of.dtype: x.to(of.device, dtype)  # noqa: E731
@@ -288,7 +289,7 @@ def random_call(of: CallClass) -> tuple[RowTensors, Tensor | None]:
     q, k = (move(x).expand(-1, of.G, *x.shape[2:]) for x in (q, k))
     gates = torch.nn.functional.logsigmoid(draw(B, of.G, T) + 2)
     gates[..., 40::50] = -12.0  # the state is all but forgotten
-    beta = move(torch.rand(B, of.G, T, generator=generator), torch.float32) if of.delta else None
+    beta = move(torch.rand(B, of.G, T, **host), torch.float32) if of.delta else None
     first = move(draw(2, of.G, of.K, of.V), torch.float32) if of.first else None
     return RowTensors(q, k, move(draw(B, of.G, T, of.V)), beta, move(gates, torch.float32), first), ends
 
@@ -322,10 +323,10 @@ def semiseparable_reference(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _random_directions(rows: RowTensors, ends: Tensor | None) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
+    host: Any = {"generator": torch.Generator().manual_seed(1), "device": "cpu", "dtype": torch.float32}
     R = len(rows.v) if ends is None else len(ends) - 1
-    d_out = torch.randn(*rows.q.shape[:4], rows.v.shape[-1], generator=generator)
-    d_last = torch.randn(R, rows.groups, rows.k.shape[-1], rows.v.shape[-1], generator=generator)
+    d_out = torch.randn(*rows.q.shape[:4], rows.v.shape[-1], **host)
+    d_last = torch.randn(R, rows.groups, rows.k.shape[-1], rows.v.shape[-1], **host)
     return d_out.to(rows.v), d_last.to(rows.v.device)
 
 
@@ -377,7 +378,7 @@ def _fastest(
             if reason is None:
                 result.milliseconds[kernel.package] = measure(run)
         except Exception as error:
-            reason = _one_line(error)
+            reason = _reason_of(error, kernel, call.rows.v.device)
         if reason is not None:
             result.left_out[kernel.package] = f"at this size {reason}"
         elif result.milliseconds[kernel.package] < least:
@@ -400,6 +401,27 @@ def measure(run: Callable[[], Any]) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end) / CALLS_IN_A_RUN)
     return median(times)
+
+
+def _reason_of(error: Exception, kernel: PackageKernel, device: torch.device) -> str:
+    """Return the error of a package's kernel in one line. Raise SurgeryError if the GPU no longer works: after an illegal
+    address, for example, every later call of the process fails, also where no package runs.
+    """
+    try:
+        wait_for(device)
+    except Exception as broken:
+        others = ",".join(name for name in allowed_packages() if name != kernel.package) or "none"
+        raise SurgeryError(
+            f"a kernel of {kernel.package} ({kernel.module}) stopped {device} for this process: {_one_line(broken)}. "
+            f"Start again with the environment variable {VARIABLE}={others}"
+        ) from error
+    return _one_line(error)
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait for all work on a GPU; errors of its kernels are raised here."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _one_line(error: Exception) -> str:

@@ -7,9 +7,11 @@
     def btt_linear_triton(x, right_cdbs, left_bcsa, bias, out): ...
 
 A call with a tensor on a GPU runs the first kernel that accepts the arguments and was measured to be faster for them;
-any other call, and every call on a CPU, runs the reference. Kernels also compute gradients. An op with a `call_key`
-selects once for all calls of one key. The modules with references never import kernels: the package is scanned at the
-first call with a GPU tensor, and has no kernels if Triton is not installed.
+any other call, and every call on a CPU, runs the reference. A kernel runs with the GPU of that tensor as the current one.
+Kernels also compute gradients, of first order; under torch.func and torch.autograd.forward_ad the reference runs.
+
+An op with a `call_key` selects once for all calls of one key. The modules with references never import kernels: the
+package is scanned at the first call with a GPU tensor, and has no kernels if Triton is not installed.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from surgery.core.errors import SurgeryError, suggestion
 from surgery.core.import_hooks import run_after_import
@@ -98,13 +101,13 @@ class DispatchedOp:
             if key is not None:
                 run = self.calls.get((key, _choice))
                 return self._keep_selection((key, _choice), args)(*args) if run is None else run(*args)
-        kernel = self.select_kernel(*args, **kwargs)
+        kernel = None if _is_transformed() else self.select_kernel(*args, **kwargs)
         if kernel is None:
             self._note_reference(args, kwargs)
             return self.reference(*args, **kwargs)
         if _recorded_names is not None:
             _recorded_names.add(self.reference.__name__)
-        return kernel.run(*args, **kwargs)
+        return (kernel.run if _gpus() < 2 else _on_its_gpu(kernel.run))(*args, **kwargs)
 
     def _keep_selection(self, key: Hashable, args: tuple[Any, ...]) -> Callable[..., Any]:
         """Return the function that runs all calls of a key, selected for these arguments."""
@@ -114,6 +117,8 @@ class DispatchedOp:
             self._note_reference(args, {})
         if kernel is not None and kernel.bind is not None:
             run = kernel.bind(*args) or run
+        if kernel is not None and _gpus() > 1:
+            run = _on_its_gpu(run)
         if len(self.calls) >= MAX_CALLS:
             self.calls.clear()
         self.calls[key] = run
@@ -379,3 +384,32 @@ def _on_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if isinstance(arg, Tensor):
             return arg.is_cuda and torch.version.hip is None
     return False
+
+
+def _is_transformed() -> bool:
+    """Return whether a transform of torch.func, or torch.autograd.forward_ad, is active: kernels read the numbers of a
+    tensor by its address, and would leave out its batch or its tangent."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+@functools.cache
+def _gpus() -> int:
+    """Return how many GPUs this process sees."""
+    return torch.cuda.device_count()
+
+
+def _on_its_gpu(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes the GPU of its first tensor argument the current one while it calls `run`.
+
+    Triton launches kernels on the current GPU; the layers of a model with a `device_map` lie on several.
+    """
+
+    def run_there(*args: Any, **kwargs: Any) -> Any:
+        first = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)), None)
+        gpu = first.get_device() if first is not None and first.is_cuda else -1
+        if gpu < 0 or gpu == torch.cuda.current_device():
+            return run(*args, **kwargs)
+        with torch.cuda.device(gpu):
+            return run(*args, **kwargs)
+
+    return run_there

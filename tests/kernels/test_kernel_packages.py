@@ -275,6 +275,43 @@ def test_a_package_that_fails_at_import_gives_one_warning(clock, tmp_path, monke
     assert made["forward"].chosen == "ours" and made["forward"].left_out["fla"] == reason
 
 
+@pytest.mark.parametrize("size", ["check", "call"])
+def test_a_package_that_breaks_the_gpu_is_an_error(size, clock, install, monkeypatch):
+    """After an illegal address every later call fails, so that the package must not be left out in silence."""
+
+    def breaks(q, *args, **kwargs):
+        if size == "check" or q.shape[1] != contest.CHECK_TOKENS:
+            monkeypatch.setattr(contest, "wait_for", fails)
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return like_fla(clock, 0.1)(q, *args, **kwargs)
+
+    def fails(_device):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    install(FLA_DELTA, breaks)
+    message = (
+        r"a kernel of fla \(fla.ops.gated_delta_rule\) stopped cpu .* SURGERY_KERNEL_PACKAGES=flash-qla,flashinfer"
+    )
+    with pytest.raises(SurgeryError, match=message):
+        choose_once(clock)
+    assert results() == []
+
+
+def test_inputs_of_the_check_do_not_depend_on_the_defaults_of_torch():
+    of = call_class(FLA_DELTA, "backward")
+    want = random_call(of)[0]
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):  # as a model that is made on a GPU by default
+            made = random_call(of)[0]
+            directions = contest._random_directions(made, None)
+    finally:
+        torch.set_default_dtype(dtype)
+    assert all(torch.equal(x, y) for x, y in zip(made, want))
+    assert all(torch.equal(x, y) for x, y in zip(directions, contest._random_directions(want, None)))
+
+
 def test_names_of_packages_restrict_and_force_the_choice(clock, install, monkeypatch):
     install(FLA_DELTA, like_fla(clock, 5.0))
     rows = random_call(call_class(FLA_DELTA))[0]

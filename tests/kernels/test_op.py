@@ -6,10 +6,13 @@ import inspect
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
+from surgery.core import dispatch
 from surgery.core.dispatch import (
     DispatchedOp,
     dispatched,
@@ -38,6 +41,7 @@ SMALL, LARGE = torch.ones(2), torch.ones(8)
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     """The kernels of these tests are functions that run on the CPU, also where a GPU has Triton compile its kernels."""
+    load_kernels()  # before a test changes the variable, which Triton reads as kernels are imported
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
@@ -181,3 +185,49 @@ def test_kernels_and_their_conditions_take_what_the_reference_takes():
             assert list_arguments(kernel.run) == (count, keywords), kernel.run
             for condition in (kernel.accepts, kernel.is_faster):
                 inspect.signature(condition).bind(*range(count), **dict.fromkeys(keywords))
+
+
+class OnSecondGPU(torch.Tensor):
+    """A tensor that says that it lies on cuda:1."""
+
+    is_cuda = True
+
+    def get_device(self):
+        return 1
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_kernel_runs_on_the_gpu_of_its_tensor(monkeypatch, current, is_kept):
+    """Triton launches on the current GPU: a layer of a model with a device_map may lie on another."""
+    entered, seen = [], []
+
+    @contextmanager
+    def device(index):
+        entered.append(index)
+        yield
+        entered.append("left")
+
+    where = DispatchedOp(lambda x: x, (lambda x: x.shape) if is_kept else None)
+
+    @register_kernel(where, accepts=lambda x: True)
+    def where_it_runs(x):
+        seen.append(entered[-1:])
+
+    monkeypatch.setattr(dispatch, "_gpus", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    for _ in range(2):
+        where(LARGE.as_subclass(OnSecondGPU))
+    guard = [1] if current == 0 else []
+    assert seen == [guard, guard] and entered == 2 * (guard and [1, "left"])
+
+
+def test_transforms_of_torch_func_run_the_reference():
+    with use_kernels("kernel"):
+        assert torch.equal(torch.func.vmap(double)(LARGE.view(2, 4)), 2 * LARGE.view(2, 4))
+        assert torch.equal(torch.func.jvp(double, (LARGE,), (LARGE,))[1], 2 * LARGE)
+        with forward_ad.dual_level():
+            made = forward_ad.unpack_dual(double(forward_ad.make_dual(LARGE, 3 * LARGE)))
+        assert torch.equal(made.primal, 2 * LARGE) and torch.equal(made.tangent, 6 * LARGE)
+        assert torch.equal(double(LARGE), 2 * LARGE + 0.5)  # behind them, the kernel again
