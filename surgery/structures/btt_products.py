@@ -72,8 +72,8 @@ def needs_gradients(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tens
 def btt_call_key(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor | None, out: int) -> Hashable | None:
     """Return what the selection of a kernel for `btt_linear` depends on; None for a call whose selection is not kept.
 
-    Those are calls that `supports_products` refuses, under autocast or torch.jit.trace (whose sizes are tensors), with
-    operands of several dtypes or devices, with cores that are not contiguous, and on other devices than CPUs and GPUs.
+    Those are calls that `supports_products` refuses, under autocast, torch.jit.trace (whose sizes are tensors), torch.func
+    or forward_ad, with operands of several dtypes or devices, with cores that are not contiguous, and on other devices than CPUs and GPUs.
     """
     dtype, device, on_gpu = x.dtype, x.get_device(), x.is_cuda
     if not (
@@ -86,6 +86,8 @@ def btt_call_key(x: Tensor, right_cdbs: Tensor, left_bcsa: Tensor, bias: Tensor 
         and (on_gpu or x.is_cpu)
         and not torch.is_autocast_enabled("cuda" if on_gpu else "cpu")
         and torch._C._get_tracing_state() is None
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
     ):
         return None
     return (
