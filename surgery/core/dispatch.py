@@ -357,12 +357,15 @@ def load_kernels() -> bool:
     return _import_kernels()
 
 
+CONSTANT = (load_kernels, note_reference)  # functions whose results torch.compile takes as constants
+
+
 def _mark_constant() -> None:
     import torch._dynamo
 
     dynamo: Any = torch._dynamo  # this function has no types
-    dynamo.assume_constant_result(load_kernels)
-    dynamo.assume_constant_result(note_reference)
+    for function in CONSTANT:
+        dynamo.assume_constant_result(function)
 
 
 run_after_import("torch._dynamo", _mark_constant)  # torch._dynamo takes seconds to import
