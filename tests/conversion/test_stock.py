@@ -501,7 +501,7 @@ def test_held_out_rows_of_one_token_are_not_scored(sources, tmp_path):
     report = surgery.convert(
         folder, "stock-gated-deltanet", tmp_path / "OUT", calibration=tmp_path / "1.safetensors", stock=settings
     )
-    with pytest.raises(SurgeryError, match="no row of the last 2, which are held out .* has two tokens"):
+    with pytest.raises(SurgeryError, match=r"no row of the last 2, which are held out .* has two tokens"):
         surgery.convert(folder, "stock-gated-deltanet", tmp_path / "A", calibration=tmp_path / "2.safetensors")
     assert (report["held_out"]["samples"], report["held_out"]["tokens"]) == (1, 23)
     assert report["held_out"]["converted"] > 0

@@ -159,6 +159,6 @@ def test_an_error_of_a_pass_is_raised_as_it_is(runner, samples):
     def visit(layer):
         raise TypeError("of the pass")
 
-    with pytest.raises(TypeError, match="^of the pass$") as raised:
+    with pytest.raises(TypeError, match=r"^of the pass$") as raised:
         Streams(runner, samples, {"fit": Stream(samples.fit)}).run(Visitor(visit))
     assert raised.value.__context__ is None
