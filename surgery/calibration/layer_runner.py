@@ -262,7 +262,9 @@ class LayerRunner:
     def _call(self, inputs: dict[str, Tensor]) -> Any:
         try:
             return self.meta_model.model(**inputs, use_cache=False)
-        except TypeError:
+        except TypeError as error:
+            if "use_cache" not in str(error):
+                raise
             return self.meta_model.model(**inputs)  # encoders whose forward has no use_cache
 
     def _choose_buffer_device(self, inputs: dict[str, Tensor]) -> torch.device:

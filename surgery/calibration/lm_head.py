@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from surgery.architectures import Architecture
+from surgery.architectures.logits import find_logit_transform
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.safetensors_io import read_rows, read_tensor
 
@@ -22,9 +23,10 @@ ROWS_PER_PASS = 8192  # hidden states per pass over the head's file
 
 
 class ChunkedLMHead:
-    """Head with logits = softcap(W h + b), where W (V, D) is read from the checkpoint in slices of rows.
+    """Head with logits = softcap(scale (W h + b)), where W (V, D) is read from the checkpoint in slices of rows.
 
-    softcap(z) = cap tanh(z / cap) for architectures that have one (Gemma 2), else the identity.
+    softcap(z) = cap tanh(z / cap) for models that have one (Gemma 2), else the identity. scale: 1 but for models that
+    multiply their logits (Granite, Cohere, Falcon-H1).
     """
 
     def __init__(self, meta_model: MetaModel, path: str, architecture: Architecture | None, device: torch.device):
@@ -39,15 +41,23 @@ class ChunkedLMHead:
             self.bias = self.offset if self.bias is None else self.bias + self.offset
         name = architecture.softcap if architecture else ""
         self.cap = getattr(meta_model.config.get_text_config(), name, None) if name else None
+        self.scale = 1.0
+        if (transform := find_logit_transform(meta_model.model)) is not None:
+            self.scale, self.cap = transform.scale, transform.softcap or None
 
     def slices(self, rows: int) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """Yield (first token id, weight (V, D), bias (V,) or None) of slices small enough for `rows` hidden states."""
+        """Yield (first token id, weight (V, D), bias (V,) or None) of slices small enough for `rows` hidden states, times
+        the scale.
+        """
         vocabulary, width = self.weight.shape
         step = max(256, MAX_LOGITS.get(self.device.type, 2**22) // max(1, rows, width))
         for first in range(0, vocabulary, step):
             last = min(first + step, vocabulary)
             weight = read_tensor(self.weight.rows(first, last), torch.float32, device=self.device)
-            yield first, weight, None if self.bias is None else self.bias[first:last]
+            bias = None if self.bias is None else self.bias[first:last]
+            if self.scale != 1:
+                weight, bias = weight * self.scale, None if bias is None else bias * self.scale
+            yield first, weight, bias
 
     def logits(self, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
         """Return the logits (N, V) of a slice."""
@@ -84,6 +94,7 @@ class ChunkedLMHead:
         """Return the logits (N, V) of a module used instead of the stored head."""
         logits_NV: Tensor = linear(hidden_ND)
         logits_NV = logits_NV if self.offset is None else logits_NV + self.offset
+        logits_NV = logits_NV if self.scale == 1 else logits_NV * self.scale
         return logits_NV if self.cap is None else self.cap * torch.tanh(logits_NV / self.cap)
 
     @torch.no_grad()
@@ -170,19 +181,21 @@ class ChunkedLMHead:
         return sum_ND / mass_N[:, None] - chosen_ND, top_N + mass_N.log(), label_N
 
     def weight_rows(self, label_N: Tensor) -> Tensor:
-        """Return the rows of W for the labels, (N, D)."""
+        """Return the rows of W for the labels, times the scale, (N, D)."""
         unique, index_N = torch.unique(label_N.cpu(), return_inverse=True)
-        return read_rows(self.weight, unique).float().to(self.device)[index_N.to(self.device)]
+        return self.scale * read_rows(self.weight, unique).float().to(self.device)[index_N.to(self.device)]
 
     @torch.no_grad()
     def logit_gradient_energy(self, hidden_ND: Tensor, total_N: Tensor, label_N: Tensor) -> Tensor:
-        """Return the mean squared d loss / d logits, (V,), the diagonal of the head's output Gram matrix."""
+        """Return the mean squared gradient of the loss by W h + b, (V,), the diagonal of the head's output Gram matrix; a
+        soft cap is left out.
+        """
         energy_V = hidden_ND.new_zeros(self.weight.shape[0])
         for first, weight, bias in self.slices(len(hidden_ND)):
             delta_NV = (self.logits(hidden_ND, weight, bias) - total_N[:, None]).exp()
             here_N = ((label_N >= first) & (label_N < first + len(weight))).nonzero()[:, 0]
             delta_NV[here_N, label_N[here_N] - first] -= 1
-            energy_V[first : first + len(weight)] = delta_NV.square().mean(0)
+            energy_V[first : first + len(weight)] = self.scale**2 * delta_NV.square().mean(0)
         return energy_V
 
 

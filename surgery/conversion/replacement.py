@@ -311,8 +311,10 @@ def add_mixer(
     """
     info = meta_model.tensor_info(f"{attention_target.output}.weight")
     stored, mixer = DTYPES[info.dtype], initialized.mixer.eval().requires_grad_(False)
-    for parameter in mixer.parameters():
-        parameter.data = parameter.data.to(stored).float()
+    saved = mixer.state_dict().keys()
+    for name, tensor in (*mixer.named_parameters(), *mixer.named_buffers()):
+        if name in saved and tensor.is_floating_point():
+            tensor.data = tensor.data.to(stored).float()
     replacement.mixers[attention_target.path] = mixer
     replacement.mixer_table[attention_target.path] = mixer.config.to_dict()
     for name, tensor in mixer.state_dict().items():

@@ -267,8 +267,9 @@ class SequentialConverter:
                 add_linear(self.model, list(targets[path]), results, call.device, replacement)
                 if self.tune_epochs:
                     replacement.find_structured()
-                for linear in targets[path][0].linears:
-                    replacement.modules[linear.path] = densify_module(replacement.modules[linear.path])
+                for linear in targets[path][0].all_linears:  # of a pruned MLP that stays whole only `down` is there
+                    if linear.path in replacement.modules:
+                        replacement.modules[linear.path] = densify_module(replacement.modules[linear.path])
             del fit, held_out, fit_context  # frees this stage's moments before the next stage's are computed
 
     def _fit(

@@ -80,6 +80,11 @@ def convert_to_stock(
     inputs = source.calibration(recipe)
     assert inputs is not None
     data = CalibrationSet.from_inputs(inputs.tensors, recipe.holdout)
+    if not _scored_rows(data):
+        raise SurgeryError(
+            f"calibration: no row of the last {len(data.held_out)}, which are held out to score the conversion, has two "
+            "tokens, one to predict the other. Give longer rows"
+        )
     layer_params = sum(t.numel for name, t in opened.tensors.items() if name.startswith("model.layers.0."))
     with fast_float32_matmul(choose_device(device), layer_params), without_timed_choices():
         conversion = _StockConversion(
@@ -209,7 +214,7 @@ class _StockConversion:
 
     def _score(self, before: list[Tensor], after: list[Tensor], ids_NT: Tensor, valid_NT: Tensor) -> HeldOutScore:
         losses: list[list[Tensor]] = [[], []]
-        rows = range(self.data.n_fit, self.data.rows)
+        rows = _scored_rows(self.data)
         for kind, (model, states) in enumerate(((self.original, before), (self.stock, after))):
             for row in rows:
                 real_T = (valid_NT[row][1:] & valid_NT[row][:-1]).to(self.device)
@@ -219,7 +224,7 @@ class _StockConversion:
         first_N, second_N = (torch.stack(values) for values in losses)
         difference_N = second_N - first_N
         error = float(difference_N.std() / len(difference_N) ** 0.5) if len(difference_N) > 1 else None
-        tokens = int((valid_NT[rows.start :, 1:] & valid_NT[rows.start :, :-1]).sum())
+        tokens = int((valid_NT[rows, 1:] & valid_NT[rows, :-1]).sum())
         return HeldOutScore("nats per token", float(first_N.mean()), float(second_N.mean()), error, tokens, len(rows))
 
     def entries(self) -> list[TensorSource]:
@@ -227,6 +232,15 @@ class _StockConversion:
         self.stock.config.dtype = self.plan.dtype
         files = self.plan.stock_class.files(self.stock, self.plan.dtype)
         return [TensorSource.from_tensor(name, tensor) for name, tensor in files.items()]
+
+
+def _scored_rows(data: CalibrationSet) -> list[int]:
+    """Return the held-out rows with a token that predicts the next one."""
+    mask_NT, length = data.mask(), data.inputs["input_ids"].shape[1]
+    if mask_NT is None:
+        return list(data.held_out) if length > 1 else []
+    real_NT = mask_NT.bool()
+    return [row for row in data.held_out if bool((real_NT[row, 1:] & real_NT[row, :-1]).any())]
 
 
 def _report(conversion: _StockConversion, entries: list[TensorSource], seconds: float) -> Report:

@@ -38,6 +38,13 @@ class _NoAliasLoader(yaml.SafeLoader):
             )
         return super().compose_node(parent, index)
 
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if len(set(keys)) < len(keys):
+            twice = next(value for tag, value in keys if keys.count((tag, value)) > 1)
+            raise yaml.YAMLError(f"the key {twice!r} is given twice; give it once")
+        return super().construct_mapping(node, deep)
+
 
 def read_yaml(text: str) -> Any:
     """Parse YAML into plain data. Raise ValueError for invalid YAML, aliases, deep nesting, or lone surrogates."""

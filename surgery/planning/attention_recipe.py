@@ -86,6 +86,12 @@ class HybridRecipe(BaseModel):
                     f"attention.hybrid.heads: layer {layer} must have numbers of key/value heads in order and without "
                     f"repeats (got {list(heads)})"
                 )
+        if self.softmax is None and self.choose_by != "measured":
+            raise SurgeryError(
+                f"attention.hybrid: {keys[0]} names what keeps softmax, so choose_by: {self.choose_by} has no effect. "
+                "Leave choose_by out, or give softmax in place of "
+                f"{keys[0]}, for example softmax: 0.25"
+            )
         if self.of_heads and self.choose_by == "restored":
             raise SurgeryError(
                 "attention.hybrid: choose_by: restored chooses whole layers, and unit: heads asks for a choice of heads. "
@@ -246,6 +252,15 @@ class AttentionRecipe(BaseModel):
     def _check_mixer_options(self) -> AttentionRecipe:
         check_mixer_options("attention", self.mixer, self.model_extra or {}, type(self))
         check_has_ranks("attention", self.mixer, self.cache)
+        chosen = [key for key in self.model_extra or {} if key in ("ranks", "extents")]
+        if self.cache is not None and chosen:
+            raise SurgeryError(f"attention: `cache` chooses {chosen[0]}; give one of the two")
+        about_cache = [key for key in ("context", "ladder") if getattr(self, key) is not None]
+        if about_cache and not self.chooses_ranks:
+            raise SurgeryError(
+                f"attention: {about_cache[0]} is about the ranks that `cache` chooses, and there is no `cache`. Add "
+                f"one, for example cache: 0.5, or leave {about_cache[0]} out"
+            )
         if self.cache is None and not any(rule.cache is not None for rule in self.rules):
             mixer_config({"mixer": self.mixer, **(self.model_extra or {})})
         elif self.cache is not None and self.rules:

@@ -633,13 +633,14 @@ def _check_grouped_heads(config: Any, layout: ModelLayout) -> None:
 
 
 def _check_patterns(recipe: ConversionRecipe, layout: ModelLayout, model_type: str) -> None:
+    is_dense = {recipe.structure, *(rule.structure for rule in recipe.rules)} <= {"dense", None}
     for rule in recipe.rules:
-        matched = [
-            linear
-            for linear in layout.linears
-            for role in linear.roles or ("",)
-            if matches_pattern(rule.match, linear, role)
-        ]
+        if is_dense and (given := [key for key in ("keep", *STRUCTURE_KEYS) if getattr(rule, key) is not None]):
+            raise SurgeryError(
+                f"plan: {given[0]} for {rule.match!r} has no effect, because the recipe leaves all linears dense. Give "
+                f"the rule a structure, for example low_rank, or leave {given[0]} out"
+            )
+        matched = [linear for linear in layout.linears if _applies(rule.model_copy(update={"layers": None}), linear)]
         if matched and all(linear.layer and linear.layer not in layout.layers for linear in matched):
             raise SurgeryError(
                 f"plan: pattern {rule.match!r} matches only modules of tower {matched[0].tower!r} ({matched[0].path}), "
@@ -650,6 +651,12 @@ def _check_patterns(recipe: ConversionRecipe, layout: ModelLayout, model_type: s
             raise SurgeryError(
                 f"plan: pattern {rule.match!r} matches no module of {model_type}; a module looks like "
                 f"{layout.linears[0].path!r}, the roles here are {', '.join(_roles(layout)) or 'none'}"
+            )
+        if not any(_applies(rule, linear) for linear in matched):
+            layers = sorted({linear.index for linear in matched if linear.index is not None})
+            raise SurgeryError(
+                f"plan: layers {rule.layers!r} of the rule for {rule.match!r} selects none of the layers with such "
+                f"modules, {layers}. Name some of these, or leave the rule out"
             )
 
 

@@ -473,7 +473,8 @@ class ConversionRecipe(_StrictModel):
             if rule.structure not in (None, base["structure"]):
                 base.update(dict.fromkeys(STRUCTURE_KEYS))  # these options belong to the structure that was replaced
             base.update({k: v for k in base if (v := getattr(rule, k)) is not None})
-        if base["keep"] >= 1 and not any(is_given(base[key]) for key in SIZE_KEYS):
+        has_size = base["keep"] < 1 or any(is_given(base[key]) for key in SIZE_KEYS)
+        if not has_size and base["structure"] != "dropped":  # which keeps nothing, whatever keep says
             base["structure"] = "dense"
         return LinearSettings(**base)
 

@@ -12,16 +12,15 @@ B batch, T tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
-import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from surgery.architectures.logits import RAMP, is_transform, logit_candidates, replaced_forward
 from surgery.core.errors import SurgeryError
 from surgery.core.logit_rows import UNCHANGED, LogitTransform
 from surgery.training.linear_loss import (
@@ -36,11 +35,6 @@ from surgery.training.linear_loss import (
     linear_loss,
 )
 from surgery.training.sharded_tensors import full_tensor
-
-# Config entries or attributes: softcap c of c tanh(z / c), and factors, which models multiply by or divide by.
-SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-FACTORS = {"logits_scaling": -1, "logit_scale": 1, "lm_head_multiplier": 1, "output_multiplier": 1}  # usual power
-RAMP = 50.0  # the numbers that a model's transform is compared on are up to this
 
 _transforms: weakref.WeakKeyDictionary[nn.Module, LogitTransform | None] = weakref.WeakKeyDictionary()
 
@@ -142,11 +136,11 @@ def run_with_head(call: Callable[[], Any], model: Any, shape: Sequence[int], use
         return (call(), False) if transform is None else (_call_in_place(call, module, shape, use, transform)[0], True)
     size = getattr(module, "out_features", None) or model.config.get_text_config().vocab_size
     ramp_V = torch.linspace(-RAMP, RAMP, size)
-    candidates = list(_candidates(model))
+    candidates = list(logit_candidates(model))
     transform = candidates[0]
     for _ in range(2):
         output, problem = _call_in_place(call, module, shape, use, transform, ramp_V)
-        matching = [] if problem else [c for c in candidates if _matches(c, ramp_V, output.logits)]
+        matching = [] if problem else [c for c in candidates if is_transform(c, ramp_V, output.logits)]
         if transform in matching:
             _transforms[module] = transform
             return output, True
@@ -185,7 +179,7 @@ def _call_in_place(
             shown = ramp_V.to(hidden_BTD.device).expand(len(hidden_BTD), 1, -1)
         return _Instead.apply(shown, value)
 
-    with _replaced_forward(module, in_place):
+    with replaced_forward(module, in_place):
         try:
             output = call()
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
@@ -200,19 +194,6 @@ def _call_in_place(
             "once. Losses need a model that calls it once with all hidden states."
         )
     return None, "the model does not call its head once with all hidden states"
-
-
-@contextmanager
-def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the forward of one module instance; its hooks run as always."""
-    own = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
 
 
 def make_head(module: nn.Module, forward: Callable[..., Tensor]) -> Head:
@@ -241,29 +222,3 @@ def head_product(module: nn.Module) -> Callable[[Tensor], Tensor]:
     weight_VD, bias_V = (None if p is None else full_tensor(p) for p in (module.weight, module.bias))
     assert weight_VD is not None
     return lambda x_ND: nn.functional.linear(x_ND.to(weight_VD.dtype), weight_VD, bias_V)
-
-
-# -- what models do with logits --------------------------------------------------------------------
-def _candidates(model: Any) -> Iterator[LogitTransform]:
-    """Yield transforms that the model's config names, the likeliest first."""
-    places = [model.config.get_text_config(), model.config, model, getattr(model, "base_model", None)]
-
-    def numbers(name: str) -> list[float]:
-        values = [getattr(place, name, None) for place in places]
-        return [float(v) for v in values if isinstance(v, (int, float)) and not isinstance(v, bool) and v > 0]
-
-    softcaps = [*dict.fromkeys(value for name in SOFTCAPS for value in numbers(name)), 0.0]
-    scales = [
-        value**exponent for name, power in FACTORS.items() for value in numbers(name) for exponent in (power, -power)
-    ]
-    for softcap, scale in itertools.product(softcaps, dict.fromkeys([*scales, 1.0])):
-        yield LogitTransform(scale, softcap)
-
-
-def _matches(transform: LogitTransform, ramp_V: Tensor, logits_BTV: Tensor) -> bool:
-    """Return whether the transform turns the ramp into the model's logits."""
-    expected_V, found_V = transform.apply(ramp_V), logits_BTV[0, -1].cpu()
-    if found_V.shape != expected_V.shape:
-        return False
-    tolerance = max(1e-4, 4 * torch.finfo(found_V.dtype).eps)
-    return torch.allclose(found_V.float(), expected_V, rtol=tolerance, atol=tolerance * float(expected_V.abs().max()))

@@ -320,6 +320,14 @@ def test_damaged_sources(deep, tmp_path, how, says, text):
         ),
         ({"structure": "low_rank", "keep": 0.001}, "Raise keep to"),
         ({"structure": "low_rank", "blocks": [2, 2]}, "structure 'low_rank' has no option 'blocks'"),
+        (
+            {"structure": "low_rank", "rules": [{"match": "mlp.down", "layers": "50:60", "structure": "dense"}]},
+            "layers '50:60' of the rule for 'mlp.down' selects none of the layers",
+        ),
+        (
+            {"structure": "dense", "attention": {"mixer": "window"}, "rules": [{"match": "mlp.down", "rank": 4}]},
+            "rank for 'mlp.down' has no effect, because the recipe leaves all linears dense",
+        ),
         ({"structure": "low_rank", "calibration": "/nowhere.txt"}, "'/nowhere.txt' is not a file"),
     ],
 )

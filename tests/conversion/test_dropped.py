@@ -16,6 +16,7 @@ from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify, densify_live
 from surgery.conversion.quantize_checkpoint import quantize
 from surgery.core.errors import SurgeryError
+from surgery.planning.plan import make_plan
 from surgery.publish.summary import inspect
 
 ATTENTION = {"structure": "dense", "attention": {"mixer": "none", "layers": "0"}}
@@ -41,6 +42,15 @@ def without(model, family):
         if linear.index == (0 if is_attention else 1):
             torch.nn.init.zeros_(model.get_submodule(linear.path).weight)
     return model
+
+
+@pytest.mark.parametrize("keep", [1.0, {"attention.*": 0.5}])
+def test_mlps_are_dropped_whatever_keep_says(keep, tmp_path):
+    source(tmp_path)
+    recipe = make_recipe(structure="low_rank", keep=keep, rules=BOTH["rules"])
+    plan = make_plan(MetaModel(open_checkpoint(str(tmp_path / "source"))), recipe)
+    dropped = [path for path, targets in plan.targets.items() if all(target.is_dropped for target in targets)]
+    assert dropped == [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,15 +9,27 @@ import shutil
 
 import pytest
 import torch
-from helpers.small import make_recipe, model_outputs, tiny_config, tiny_inputs
+from helpers.small import DECODER, make_recipe, model_outputs, tiny_config, tiny_inputs
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from torch.nn.functional import cross_entropy, kl_div
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import surgery
+from surgery.architectures.logits import find_logit_transform
+from surgery.calibration.lm_head import ChunkedLMHead
+from surgery.checkpoint.meta_model import MetaModel
+from surgery.checkpoint.source import open_checkpoint
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify
+from surgery.conversion.tune_model import divergence_gradient
 from surgery.core.errors import SurgeryError
 from surgery.structures import StructuredLinear
 
@@ -245,3 +257,56 @@ def test_another_class_is_resized_and_saved_without_the_head(with_head, tmp_path
     assert "lm_head" not in table and "model.layers.0.mlp.up_proj" in table
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     assert torch.equal(again(IDS).logits, expected) and again.get_input_embeddings().weight.shape[0] == 61
+
+
+SCALED = {  # model type -> keys of its config
+    "granite": {"logits_scaling": 8.0},
+    "cohere": {"logit_scale": 0.0625},
+    "falcon_h1": {"lm_head_multiplier": 0.1, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8},
+    "nanochat": {"final_logit_softcapping": 3.0},  # no architecture describes it
+}  # fmt: skip
+
+
+@pytest.fixture(params=SCALED)
+def scaled(request, tmp_path):
+    """A model that scales or caps its logits, and its folder. Its logits are far from even."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(request.param, **{**DECODER, **SCALED[request.param]})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(8 if parameter.dim() > 1 else 1)
+    model.save_pretrained(tmp_path / "source")
+    return model, tmp_path / "source"
+
+
+def test_losses_are_those_of_the_model_that_scales_its_logits(scaled, tmp_path):
+    model, folder = scaled
+    inputs = tiny_inputs("llama", 8)
+    save_file(inputs, tmp_path / "inputs.safetensors")
+    rules = [{"match": "lm_head", "keep": 0.5}]
+    recipe = make_recipe(structure="low_rank", rules=rules, calibration=tmp_path / "inputs.safetensors")
+    score = convert(str(folder), recipe, tmp_path / "out")["held_out"]
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=False).eval()
+    for one, name in ((model, "original"), (converted, "converted")):
+        logits = model_outputs(one, {"input_ids": inputs["input_ids"][-2:]})[:, :-1]
+        labels = inputs["input_ids"][-2:, 1:]
+        assert score[name] == pytest.approx(float(cross_entropy(logits.flatten(0, 1), labels.flatten())), rel=1e-4)
+
+
+def test_gradients_are_those_of_the_model_that_scales_its_logits(scaled):
+    model, folder = scaled
+    meta_model = MetaModel(open_checkpoint(str(folder)))
+    head = ChunkedLMHead(meta_model, "lm_head", None, torch.device("cpu"))
+    transform = find_logit_transform(model)
+    hidden, other = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(0))
+    leaf = other.requires_grad_(True)
+    p, q = (transform.apply(model.lm_head(x)).log_softmax(-1) for x in (hidden, leaf))
+    divergence_N = kl_div(q, p, reduction="none", log_target=True).sum(-1)
+    torch.testing.assert_close(head.divergences(hidden, other.detach()), divergence_N.detach(), rtol=1e-4, atol=1e-5)
+    (gradient,) = torch.autograd.grad(divergence_N.sum(), leaf, retain_graph=True)
+    torch.testing.assert_close(head.divergence_gradient(hidden, other.detach()), gradient, rtol=1e-4, atol=1e-5)
+    _, tuned = divergence_gradient(head, other.detach(), hidden)
+    torch.testing.assert_close(tuned, gradient, rtol=1e-4, atol=1e-5)
+    sampled, _, labels = head.output_gradient(other.detach(), torch.Generator().manual_seed(1))
+    (wanted,) = torch.autograd.grad(-q.gather(1, labels[:, None]).sum(), leaf)
+    torch.testing.assert_close(sampled, wanted, rtol=1e-4, atol=1e-5)

@@ -28,6 +28,7 @@ from surgery.checkpoint.source import open_checkpoint
 from surgery.conversion.convert import convert
 from surgery.conversion.densify import densify, densify_live
 from surgery.core.errors import SurgeryError
+from surgery.core.journal import Journal
 from surgery.mixers.features.base import FEATURES
 from surgery.mixers.masks.base import MASKS
 from surgery.planning.plan import make_plan
@@ -385,3 +386,27 @@ def test_a_stray_number_of_key_value_heads_is_ignored_as_transformers_does(tmp_p
     kind, _ = tiny_config(family)
     model = kind.from_pretrained(tmp_path / "stray").eval()
     assert model_outputs(model, tiny_inputs(family, 2)).isfinite().all()
+
+
+def test_a_resumed_conversion_in_bfloat16_has_the_same_random_features(tmp_path, monkeypatch):
+    """Random features are buffers, which files hold in bfloat16: layers above are fitted to their rounded values."""
+    torch.manual_seed(0)
+    cls, config = tiny_config("llama")
+    cls(config).to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    save_file(tiny_inputs("llama", 8), tmp_path / "inputs.safetensors")
+    attention = {"mixer": "linear", "features": "rfa", "mask": "ones", "steps": 1}
+    recipe = make_recipe(structure="low_rank", attention=attention, calibration=tmp_path / "inputs.safetensors")
+    whole = convert(str(tmp_path / "source"), recipe, tmp_path / "whole")
+    add = Journal.add
+
+    def crash(self, step, **what):
+        add(self, step, **what)
+        if step == "piece":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Journal, "add", crash)
+        convert(str(tmp_path / "source"), recipe, tmp_path / "resumed")
+    resumed = convert(str(tmp_path / "source"), recipe, tmp_path / "resumed", resume=True)
+    assert resumed["files"] == whole["files"]
+    assert resumed["held_out"] == whole["held_out"]

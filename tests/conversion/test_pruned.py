@@ -15,7 +15,7 @@ from helpers.forked import run_processes
 from helpers.narrowed import check_densified, check_stock, load
 from helpers.small import FAMILIES, make_recipe, model_outputs, relative, tiny_config, tiny_inputs
 from helpers.small_experts import write_experts
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 import surgery
@@ -405,3 +405,13 @@ def test_vllm_serves_several_widths_without_biases(per_layer):
         entry["bias"] = True
     with pytest.raises(SurgeryError, match=r"Convert with width: uniform, or use `transformers serve`"):
         check_config(config, "it")
+
+
+def test_an_mlp_may_keep_all_of_its_neurons(checkpoints, tmp_path):
+    """One token repeated: the measured allocation leaves the neurons of a layer where the other one needs none."""
+    save_file({"input_ids": torch.full((8, 24), 7)}, tmp_path / "inputs.safetensors")
+    rules = [{"match": "mlp.*", "structure": "pruned", "multiple": 8}]
+    recipe = make_recipe(structure="dense", keep=0.6, rules=rules, calibration=tmp_path / "inputs.safetensors")
+    report = convert(str(checkpoints("llama")), recipe, tmp_path / "out")
+    kept = [record["params_after"] / record["params_before"] for record in report["modules"]]
+    assert max(kept) == 1 and min(kept) < 0.6

@@ -492,6 +492,21 @@ def test_conversions_that_do_not_fit_are_refused(sources, texts, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_held_out_rows_of_one_token_are_not_scored(sources, tmp_path):
+    folder, settings = sources("Qwen3Config", {"head_dim": 16}), {"steps": 0}
+    ids = torch.randint(3, 96, (8, 24), generator=torch.Generator().manual_seed(0))
+    for ones in (1, 2):  # of the two held-out rows
+        mask = torch.tensor([[1] * 24] * (8 - ones) + [[1] + [0] * 23] * ones)
+        save_file({"input_ids": ids, "attention_mask": mask}, tmp_path / f"{ones}.safetensors")
+    report = surgery.convert(
+        folder, "stock-gated-deltanet", tmp_path / "OUT", calibration=tmp_path / "1.safetensors", stock=settings
+    )
+    with pytest.raises(SurgeryError, match=r"no row of the last 2, which are held out .* has two tokens"):
+        surgery.convert(folder, "stock-gated-deltanet", tmp_path / "A", calibration=tmp_path / "2.safetensors")
+    assert (report["held_out"]["samples"], report["held_out"]["tokens"]) == (1, 23)
+    assert report["held_out"]["converted"] > 0
+
+
 # -- training --------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("linear", "frozen"),

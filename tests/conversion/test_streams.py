@@ -15,7 +15,7 @@ from surgery.calibration.layer_runner import LayerRunner
 from surgery.checkpoint.meta_model import MetaModel
 from surgery.checkpoint.source import open_checkpoint
 from surgery.conversion.gradients import GradientPass, LayerBackward
-from surgery.conversion.streams import Stream, Streams
+from surgery.conversion.streams import Stream, Streams, Visitor
 
 CPU = torch.device("cpu")
 
@@ -151,3 +151,14 @@ def test_gradients_are_those_of_autograd(runner, samples, checkpoints, family, r
     for path, gradient in measured.gradients.items():
         weight = next(p for p in model.get_submodule(path).parameters() if p.dim() == 1)
         torch.testing.assert_close(gradient, weight.grad, rtol=1e-3, atol=1e-4 * float(weight.grad.abs().max()))
+
+
+def test_an_error_of_a_pass_is_raised_as_it_is(runner, samples):
+    """The model is run again only where its forward takes no use_cache."""
+
+    def visit(layer):
+        raise TypeError("of the pass")
+
+    with pytest.raises(TypeError, match=r"^of the pass$") as raised:
+        Streams(runner, samples, {"fit": Stream(samples.fit)}).run(Visitor(visit))
+    assert raised.value.__context__ is None

@@ -8,13 +8,14 @@ import pytest
 import torch
 from helpers import killing
 from helpers.narrowed import check_densified, load
-from helpers.small import make_recipe, model_outputs, relative, tiny_inputs
-from safetensors.torch import load_file
+from helpers.small import make_recipe, model_outputs, relative, tiny_config, tiny_inputs
+from safetensors.torch import load_file, save_file
 
 import surgery
 from surgery.conversion.convert import convert
 from surgery.conversion.quantize_checkpoint import quantize
 from surgery.core.errors import SurgeryError
+from surgery.core.journal import Journal
 
 RULES = [{"match": f"attention.{role}", "structure": "value_dims", "multiple": 2} for role in ("value", "output")]
 QUICK = {"structure": "dense", "keep": 0.5, "allocate": "uniform", "sweeps": 1}
@@ -91,6 +92,30 @@ def test_killed_and_resumed_to_the_same_bytes(checkpoints, calibration, tmp_path
     for out in resumed:
         for name in ("model.safetensors", "config.json"):
             assert (out / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_interrupted_after_a_layer_and_resumed_to_the_same_bytes(after, tmp_path, monkeypatch):
+    """The layers above are fitted to the inputs that the finished one gives, in both runs computed alike."""
+    torch.manual_seed(0)
+    cls, config = tiny_config("llama")
+    config.num_hidden_layers = 3
+    cls(config).save_pretrained(tmp_path / "source")
+    save_file(tiny_inputs("llama", 8), tmp_path / "inputs.safetensors")
+    recipe = make_recipe(structure="dense", keep=0.6, rules=RULES, calibration=tmp_path / "inputs.safetensors")
+    whole = convert(str(tmp_path / "source"), recipe, tmp_path / "whole")
+    add = Journal.add
+
+    def crash(self, step, **what):
+        add(self, step, **what)
+        if sum(entry["step"] == "piece" for entry in self.entries) == after:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Journal, "add", crash)
+        convert(str(tmp_path / "source"), recipe, tmp_path / "resumed")
+    resumed = convert(str(tmp_path / "source"), recipe, tmp_path / "resumed", resume=True)
+    assert resumed["files"] == whole["files"] and resumed["held_out"] == whole["held_out"]
 
 
 @pytest.mark.parametrize(

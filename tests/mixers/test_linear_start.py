@@ -14,6 +14,7 @@ from surgery.conversion.mixer_init.linear import (
     SHARPNESS,
     WEIGHTS,
     LinearInit,
+    attention_map,
     copy_with_sharpness,
     copy_without_linear_part,
     fit_mask_to_profile,
@@ -27,6 +28,7 @@ from surgery.mixers.features.base import FEATURES
 from surgery.mixers.linear import LinearMixer
 from surgery.mixers.linear_config import LinearAttention
 from surgery.mixers.masks.base import MASKS
+from surgery.mixers.softmax import Softmax, SoftmaxAttention
 from surgery.planning.attention_recipe import AttentionRecipe
 from surgery.planning.recipe import load_recipe, shipped_recipes
 
@@ -259,3 +261,15 @@ def test_a_term_that_is_almost_zero_on_the_samples_gets_no_huge_weight(more):
     assert relative_error(mixer, apart) <= relative_error(copy_without_linear_part(blank), apart) * (1 + 1e-6)
     inputs = matched[0].inputs
     assert mixer.mix(inputs)[0].abs().max() < 10 * inputs.v_BGTV.abs().max()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, None), (None, 0.7), (5, 0.7)])
+def test_the_attention_map_is_that_of_the_teacher(window, softcap, causal):
+    """Values that are unit vectors give the rows of the map as outputs; windows and soft caps of the model count."""
+    T, generator = 16, torch.Generator().manual_seed(0)
+    shape = AttentionShape(8, 4, 2, 6, T, scaling=0.9, causal=causal, window=window, softcap=softcap)
+    q, k = (torch.randn(1, heads, T, 6, generator=generator) for heads in (4, 2))
+    inputs = MixerInputs(q, k, torch.eye(T).expand(1, 2, T, T), torch.zeros(1, T, 8))
+    found = attention_map(AttentionSample(inputs, inputs, inputs.v_BGTV), shape)
+    torch.testing.assert_close(found, SoftmaxAttention(Softmax(), shape).dense(inputs))

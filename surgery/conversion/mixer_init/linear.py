@@ -191,16 +191,18 @@ def mean_over_samples(blocks: list[Tensor]) -> Tensor:
 
 
 def attention_map(sample: AttentionSample, shape: AttentionShape) -> Tensor:
-    """Return softmax(Q K^T) of the teacher, (B, H, T, T) float32, with the causal order and padding as the only
-    mask.
-    """
+    """Return the attention map of the teacher, (B, H, T, T) float32, with its soft cap and sliding window."""
     inputs = sample.teacher
     keys = inputs.k_BGTK.repeat_interleave(inputs.q_BHTK.shape[1] // inputs.k_BGTK.shape[1], dim=1)
     scores = shape.scaling * inputs.q_BHTK.float() @ keys.float().mT
-    length = scores.shape[-1]
+    if shape.softcap is not None:
+        scores = shape.softcap * torch.tanh(scores / shape.softcap)
+    t_T = torch.arange(scores.shape[-1], device=scores.device)
+    distance_TT = t_T[:, None] - t_T
     if shape.causal:
-        future_TT = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(future_TT, -torch.inf)
+        scores = scores.masked_fill(distance_TT < 0, -torch.inf)
+    if shape.window is not None:
+        scores = scores.masked_fill(distance_TT.abs() >= shape.window, -torch.inf)
     if inputs.valid_BT is not None:
         scores = scores.masked_fill(~inputs.valid_BT[:, None, None], torch.finfo(scores.dtype).min)
     return scores.softmax(-1)
