@@ -9,7 +9,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers.served import HYBRID, attention_of_recipe, converted, expected, ragged_prompts, random_checkpoint
+from helpers.served import (
+    HYBRID,
+    attention_of_recipe,
+    converted,
+    expected,
+    expected_with_adapter,
+    lora_adapter,
+    ragged_prompts,
+    random_checkpoint,
+)
 from safetensors.torch import load_file, save_file
 from serving.engines import apart, check_equal, engine, generate, needs_vllm, preemptions
 
@@ -77,6 +86,29 @@ def test_preempted_requests_start_again(hybrid):
     with engine(hybrid, num_gpu_blocks_override=15) as llm:
         check_equal(generate(llm, prompts, TOKENS), apart(expected, hybrid, prompts, TOKENS))
         assert preemptions(llm) > 0
+
+
+def test_requests_with_an_adapter_after_others_of_the_same_prompts(hybrid, tmp_path):
+    """LoRA of linears before and behind mixers, structured and dense; cached prefixes are those of an adapter.
+
+    Not in one step: vLLM's build for CPUs then adds the adapter to every request, of unconverted models too.
+    """
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
+    adapter = apart(lora_adapter, hybrid, tmp_path / "ADAPTER", targets)
+    prompts = ragged_prompts(4, **LONG)
+    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, min_tokens=TOKENS, ignore_eos=True)
+    plain = [tokens for tokens, _ in apart(expected, hybrid, prompts, TOKENS)]
+    adapted = apart(expected_with_adapter, hybrid, adapter, prompts, TOKENS)
+    assert plain != adapted
+    with engine(hybrid, enable_lora=True, max_loras=1, max_lora_rank=8, enable_prefix_caching=True) as llm:
+        for wanted in (plain, adapted, plain, adapted):
+            request = LoRARequest("adapter", 1, str(adapter)) if wanted is adapted else None
+            inputs = [{"prompt_token_ids": ids} for ids in prompts]
+            outputs = llm.generate(inputs, sampling, use_tqdm=False, lora_request=request)
+            assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
 
 
 def test_speculation_is_refused(hybrid):
