@@ -47,6 +47,7 @@ LOGIT_FACTORS = {
     "output_multiplier": 1,
 }  # in config.json: powers of them
 LENGTH_ROPES = ("dynamic", "longrope")  # RoPE whose frequencies transformers chooses by the longest sequence of a batch
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in config.json
 BOUNDED_MASKS = ("ones", "decay", "gates", "hierarchical", "toeplitz_blocks", "block_diagonal")
 
 
@@ -177,6 +178,11 @@ def check_config(config: dict[str, Any], name: str) -> ServedTable:
             build_module(dict(entry))
         except SurgeryError as error:
             raise SurgeryError(f"{name}, {path}: {error}") from None
+    if experts := next((key for key in EXPERT_COUNTS if (config.get(key) or 0) > 1), None):
+        raise SurgeryError(
+            f"{name} has experts ({experts}: {config[experts]}), whose tensors vLLM's Transformers backend does not find "
+            "under their names in a converted checkpoint. Use `transformers serve`, or `surgery serve`, which chooses it"
+        )
     return ServedTable(
         modules, {path: check_mixer(mixer_config(entry), f"{name}, {path}") for path, entry in mixers.items()}
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers.small import make_recipe
+from helpers.small_experts import write_experts
 from packaging.requirements import Requirement
 from safetensors.torch import load_file, save_file
 
@@ -67,6 +68,15 @@ def test_transformers_serves_the_rest_and_says_why(out, both):
         serving.choose_server(source, "vllm", ADDRESS)
     with pytest.raises(SurgeryError, match="--max-model-len and --eager are for vLLM"):
         serving.choose_server(source, "auto", ADDRESS, ["--enforce-eager"])
+
+
+def test_models_with_experts_are_not_for_vllm(both, tmp_path):
+    source = write_experts("qwen3_moe", tmp_path / "source")
+    convert(str(source), make_recipe(structure="low_rank"), tmp_path / "moe")
+    source = open_converted_checkpoint(str(tmp_path / "moe"))
+    assert "not with vLLM" in serving.choose_server(source, "auto", ADDRESS).reason
+    with pytest.raises(SurgeryError, match="has experts"):
+        serving.choose_server(source, "vllm", ADDRESS)
 
 
 def with_rope(folder: Path, **rope) -> str:
