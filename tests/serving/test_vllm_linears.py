@@ -234,5 +234,5 @@ def test_random_weights_are_refused_in_words(llama):
 
 
 def test_loading_again_is_refused_in_words(llama):
-    with engine(llama) as llm, pytest.raises(Exception, match="reload_weights is refused|twice"):
+    with engine(llama) as llm, pytest.raises(Exception, match=r"reload_weights is refused|twice"):
         llm.collective_rpc("reload_weights")
