@@ -130,7 +130,7 @@ def serve(
     only_vllm = [] if max_model_len is None else ["--max-model-len", str(max_model_len)]
     only_vllm += [EAGER] if eager else []
     arguments = ["--host", host, "--port", str(port), "--dtype", dtype]
-    launch = choose_server(source, server, arguments, only_vllm, passed_on)  # type: ignore[arg-type]
+    launch = choose_server(source, server, arguments, only_vllm, passed_on, max_model_len)  # type: ignore[arg-type]
     share = memory_share(passed_on, free_memory()) if VLLM in launch.command else None
     if share is not None:
         launch = launch._replace(command=[*launch.command, MEMORY, f"{share:.2f}"])
@@ -187,17 +187,19 @@ def choose_server(
     arguments: list[str],
     only_vllm: list[str] | None = None,
     passed_on: list[str] | None = None,
+    longest: int | None = None,
 ) -> Launch:
     """Check the checkpoint, and return the command that serves it.
 
     only_vllm: arguments that transformers serve does not have. passed_on: words of the user for vLLM, which come last.
+    longest: --max-model-len.
 
     Raises SurgeryError for a checkpoint that needs code of its own, that is damaged, or that the chosen server cannot
     serve.
     """
     from surgery.checkpoint.remote_code import check_code_trusted
     from surgery.checkpoint.table import read_table
-    from surgery.vllm.servable import check_config, check_files
+    from surgery.vllm.servable import check_config, check_files, check_rope
 
     read_table(source.config, source.name)
     check_code_trusted(source.folder, source.name, source.config, trust_remote_code=False)
@@ -210,7 +212,8 @@ def choose_server(
     problem = vllm_problem()
     if problem is None and server != "transformers":
         try:
-            check_config(source.config, source.name)
+            if check_config(source.config, source.name).own_class(source.config) is None:
+                check_rope(source.config, longest, source.name)
         except SurgeryError as error:
             problem = str(error)
     if problem is not None and server == "vllm":

@@ -14,7 +14,7 @@ from vllm.transformers_utils.config import get_config_parser, register_config_pa
 
 from surgery.mixers.linear_config import LinearAttention
 from surgery.vllm import LOGITS_CLASS, MIXER_CLASS, WINDOW_CLASS
-from surgery.vllm.servable import OWN_CLASSES, TRANSFORMERS_CLASS, changes_logits, check_config, is_converted
+from surgery.vllm.servable import TRANSFORMERS_CLASS, changes_logits, check_config, is_converted
 
 HF_FORMAT = "hf"
 
@@ -42,5 +42,4 @@ def choose_class(data: dict[str, Any], name: str) -> str:
     if table.mixers:
         has_states = any(isinstance(mixer, LinearAttention) for mixer in table.mixers.values())
         return MIXER_CLASS if has_states else WINDOW_CLASS
-    served = [cls for cls in data["architectures"] if cls in OWN_CLASSES]
-    return served[0] if served else LOGITS_CLASS if changes_logits(data) else TRANSFORMERS_CLASS
+    return table.own_class(data) or (LOGITS_CLASS if changes_logits(data) else TRANSFORMERS_CLASS)

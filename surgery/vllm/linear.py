@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
+from vllm.config import CompilationMode, VllmConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.linear import (
     LinearBase,
@@ -31,7 +31,7 @@ from surgery.core.errors import SurgeryError
 from surgery.modeling.joined import sibling
 from surgery.modeling.quantization_config import SurgeryConfig
 from surgery.vllm.packed_linear import PackedLinear, Shard, Side
-from surgery.vllm.servable import check_checkpoint
+from surgery.vllm.servable import OWN_CLASSES, check_checkpoint, check_rope
 
 
 class SurgeryTable(QuantizationConfig):
@@ -95,9 +95,10 @@ class SurgeryTable(QuantizationConfig):
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return the method of a layer: structured, dense, or None for layers that are no linears.
 
-        Raises SurgeryError for structured layers that are not served, and with pipeline parallelism.
+        Raises SurgeryError for structured layers that are not served, and for options of the engine that are refused.
         """
         check_one_stage()
+        check_options(get_current_vllm_config())
         head, _, name = prefix.rpartition(".")
         paths = [f"{head}.{member}" if head else member for member in self.packed_modules_mapping.get(name, [name])]
         paths = [prefix] if prefix in self.modules else paths
@@ -148,6 +149,18 @@ def check_one_stage() -> None:
             f"converted checkpoints are served without pipeline parallelism (got {count} processes). Use "
             "--pipeline-parallel-size 1"
         )
+
+
+def check_options(vllm_config: Any) -> None:
+    """Raise SurgeryError for options of the engine with which a converted checkpoint would give wrong tokens or none."""
+    model, name = vllm_config.model_config, vllm_config.model_config.model
+    if vllm_config.load_config.load_format == "dummy":
+        raise SurgeryError(
+            f"{name} is converted, and --load-format dummy has random numbers where its linears have tables and factors. "
+            "Leave it out"
+        )
+    if model.architecture not in OWN_CLASSES:  # of vLLM, which choose the frequencies by --max-model-len
+        check_rope(model.hf_config.to_dict(), model.max_model_len, str(name))
 
 
 class LinearMethod(LinearMethodBase):
@@ -217,6 +230,11 @@ class LinearMethod(LinearMethodBase):
         """Return the function with which vLLM loads a tensor of that name into its parameter."""
 
         def load(param: Tensor, loaded: Tensor, shard_id: Any = None) -> None:
+            if param.is_meta:  # what vLLM's reload_weights makes of loaded parameters, in any order of their parts
+                raise SurgeryError(
+                    f"{self.path}: weights of a converted checkpoint are loaded once (reload_weights is refused). Start "
+                    "the engine again"
+                )
             part = 0 if shard_id is None and len(self.ids) == 1 else self.ids.index(shard_id)
             try:
                 self.packed.copy_part(param, name, part, loaded)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +102,13 @@ def surgery_mixer(
     rope = None if cos is None or sin is None else (cos, sin)
     layer.mix(Tokens(query, key, value, x, rope), output)
 
+
+if find_spec("vllm.compilation.breakable_cudagraph"):  # CUDA graphs without torch.compile, of newer versions
+    from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+
+    # A graph ends at a mixer, if the user has chosen these. Torch reads annotations of a wrapped function as types only.
+    surgery_mixer.__annotations__ = {**get_type_hints(surgery_mixer), "return": None}
+    surgery_mixer = eager_break_during_capture(surgery_mixer)
 
 register_mixer_backend()
 direct_register_custom_op(op_name=OPERATOR, op_func=surgery_mixer, mutates_args=["output"])

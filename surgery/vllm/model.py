@@ -8,10 +8,12 @@ their keys are those of the model, so that vLLM has a cache for them, in pages t
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
@@ -152,6 +154,18 @@ class SurgeryForCausalLM(SurgeryWindowForCausalLM, IsHybrid):
             self.cut_heads(path, module.mixer)
             module.attn = MixerLayer(module.mixer, f"{path}.attn", size)
             module.register_forward_pre_hook(pass_mixer_inputs, with_kwargs=True)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load the checkpoint's tensors and return their names. Raises SurgeryError if a mixer's are not all among them:
+        vLLM checks that of unquantized models only, and the files of a Hub id were not checked before (`check_files`)."""
+        loaded: set[str] = super().load_weights(weights)
+        mixers = tuple(f"{path}.mixer." for path in build_mixers(self.vllm_config))
+        if missing := sorted({name for name, _ in self.named_parameters() if name.startswith(mixers)} - loaded):
+            raise SurgeryError(
+                f"{self.vllm_config.model_config.model} lacks {len(missing)} tensors of its mixers, such as {missing[0]!r}. "
+                "Download or convert it again"
+            )
+        return loaded
 
     def cut_heads(self, path: str, mixer: LinearMixer) -> None:
         """Make vLLM load this process's heads of a mixer, if there are several processes."""

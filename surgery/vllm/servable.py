@@ -46,6 +46,8 @@ LOGIT_FACTORS = {
     "lm_head_multiplier": 1,
     "output_multiplier": 1,
 }  # in config.json: powers of them
+LENGTH_ROPES = ("dynamic", "longrope")  # RoPE whose frequencies transformers chooses by the longest sequence of a batch
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in config.json
 BOUNDED_MASKS = ("ones", "decay", "gates", "hierarchical", "toeplitz_blocks", "block_diagonal")
 
 
@@ -56,6 +58,11 @@ class ServedTable:
     modules: dict[str, dict[str, Any]]
     mixers: dict[str, MixerConfig]
 
+    def own_class(self, config: Mapping[str, Any]) -> str | None:
+        """Return vLLM's own model class for the checkpoint, None if the Transformers backend serves it."""
+        served = [cls for cls in config["architectures"] if cls in OWN_CLASSES]
+        return served[0] if served and not self.mixers else None
+
 
 def logit_scale(config: Mapping[str, Any]) -> float:
     """Return what a model multiplies its logits by and vLLM's Transformers backend leaves out, from its config.json."""
@@ -65,6 +72,41 @@ def logit_scale(config: Mapping[str, Any]) -> float:
 def changes_logits(config: Mapping[str, Any]) -> bool:
     """Return whether a model caps or scales its logits in a way that vLLM's Transformers backend may leave out."""
     return bool(config.get(SOFTCAP)) or logit_scale(config) != 1
+
+
+def rope_limit(config: Mapping[str, Any]) -> int | None:
+    """Return up to which length a model's RoPE has the same frequencies for every sequence; None without a limit.
+
+    Above it transformers chooses them by the longest sequence of a batch (dynamic NTK scaling, LongRoPE). vLLM's
+    Transformers backend runs all requests as one batch, so that a long request would change the tokens of the others.
+    """
+    given = [config.get(key) for key in ("rope_parameters", "rope_scaling")]
+    ropes = [rope for rope in given if isinstance(rope, Mapping)]
+    ropes += [
+        rope for outer in ropes for rope in outer.values() if isinstance(rope, Mapping)
+    ]  # one for each layer type
+    limits = []
+    for rope in ropes:
+        if rope.get("rope_type", rope.get("type")) not in LENGTH_ROPES:
+            continue
+        lengths = [source.get("original_max_position_embeddings") for source in (rope, config)]
+        lengths.append(config.get("max_position_embeddings"))
+        limits.append(min((n for n in lengths if isinstance(n, int)), default=0))
+    return min(limits, default=None)
+
+
+def check_rope(config: Mapping[str, Any], longest: int | None, name: str) -> None:
+    """Raise SurgeryError if requests of `longest` tokens (None: of any length) could change one another's RoPE in vLLM's
+    Transformers backend.
+    """
+    limit = rope_limit(config)
+    if limit is not None and (longest is None or longest > limit):
+        got = "the model's" if longest is None else longest
+        raise SurgeryError(
+            f"{name}: RoPE of the type dynamic or longrope changes with the longest of the requests that vLLM's "
+            f"Transformers backend computes together, if they may have more than {limit} tokens (--max-model-len: {got}). "
+            f"Use --max-model-len {limit}, or `transformers serve`"
+        )
 
 
 def is_converted(config: dict[str, Any]) -> bool:
@@ -136,6 +178,11 @@ def check_config(config: dict[str, Any], name: str) -> ServedTable:
             build_module(dict(entry))
         except SurgeryError as error:
             raise SurgeryError(f"{name}, {path}: {error}") from None
+    if experts := next((key for key in EXPERT_COUNTS if (config.get(key) or 0) > 1), None):
+        raise SurgeryError(
+            f"{name} has experts ({experts}: {config[experts]}), whose tensors vLLM's Transformers backend does not find "
+            "under their names in a converted checkpoint. Use `transformers serve`, or `surgery serve`, which chooses it"
+        )
     return ServedTable(
         modules, {path: check_mixer(mixer_config(entry), f"{name}, {path}") for path, entry in mixers.items()}
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers.small import make_recipe
+from helpers.small_experts import write_experts
 from packaging.requirements import Requirement
 from safetensors.torch import load_file, save_file
 
@@ -66,6 +68,44 @@ def test_transformers_serves_the_rest_and_says_why(out, both):
         serving.choose_server(source, "vllm", ADDRESS)
     with pytest.raises(SurgeryError, match="--max-model-len and --eager are for vLLM"):
         serving.choose_server(source, "auto", ADDRESS, ["--enforce-eager"])
+
+
+def test_models_with_experts_are_not_for_vllm(both, tmp_path):
+    source = write_experts("qwen3_moe", tmp_path / "source")
+    convert(str(source), make_recipe(structure="low_rank"), tmp_path / "moe")
+    source = open_converted_checkpoint(str(tmp_path / "moe"))
+    assert "not with vLLM" in serving.choose_server(source, "auto", ADDRESS).reason
+    with pytest.raises(SurgeryError, match="has experts"):
+        serving.choose_server(source, "vllm", ADDRESS)
+
+
+def with_rope(folder: Path, **rope) -> str:
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_theta": 10000.0, **rope}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 8.0, "original_max_position_embeddings": 16},
+        {"rope_type": "longrope", "original_max_position_embeddings": 16, "short_factor": [1.0], "long_factor": [2.0]},
+    ],
+    ids=["dynamic", "longrope"],
+)
+def test_rope_that_depends_on_the_longest_request_is_for_vllm_up_to_a_length(rope, out, both, tmp_path):
+    """In the Transformers backend: vLLM's own classes have one RoPE for all requests."""
+    for name in ("gdn", "btt"):
+        shutil.copytree(out / name, tmp_path / name)
+    source = open_converted_checkpoint(with_rope(tmp_path / "gdn", **rope))
+    for longest in (17, None):
+        with pytest.raises(SurgeryError, match=r"may have more than 16 tokens .*Use --max-model-len 16"):
+            serving.choose_server(source, "vllm", ADDRESS, longest=longest)
+    assert "not with vLLM" in serving.choose_server(source, "auto", ADDRESS).reason
+    assert "with vLLM" in serving.choose_server(source, "vllm", ADDRESS, longest=16).reason
+    own = open_converted_checkpoint(with_rope(tmp_path / "btt", **rope))
+    assert "with vLLM" in serving.choose_server(own, "vllm", ADDRESS).reason
 
 
 def test_a_head_of_another_name_is_not_for_vllm(checkpoints, both, tmp_path):

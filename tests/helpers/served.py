@@ -134,3 +134,55 @@ def expected(folder: Path, prompts: list[list[int]], tokens: int) -> list[tuple[
         scores = [step[0].float().log_softmax(-1)[token].item() for step, token in zip(out.logits, new)]
         found.append((new, scores))
     return found
+
+
+def lora_adapter(folder: Path, out: Path, targets: tuple[str, ...], rank: int = 8) -> Path:
+    """Write a random LoRA adapter of the linears of these names in a Llama."""
+    import json
+
+    from safetensors.torch import save_file
+
+    sizes = {"q_proj": (WIDTH, HEADS * HEAD), "k_proj": (WIDTH, GROUPS * HEAD), "v_proj": (WIDTH, GROUPS * HEAD)}
+    sizes |= {"o_proj": (HEADS * HEAD, WIDTH), "gate_proj": (WIDTH, MLP), "down_proj": (MLP, WIDTH)}
+    generator, tensors = torch.Generator().manual_seed(5), {}
+    for layer in range(LAYERS):
+        for name in targets:
+            path = f"model.layers.{layer}.{'mlp' if name in ('gate_proj', 'down_proj') else 'self_attn'}.{name}"
+            inputs, outputs = sizes[name]
+            shapes = {"lora_A": (rank, inputs), "lora_B": (outputs, rank)}
+            for factor, shape in shapes.items():
+                tensor = 0.2 * torch.randn(shape, generator=generator)
+                tensors[f"base_model.model.{path}.{factor}.weight"] = tensor
+    out.mkdir()
+    save_file(tensors, out / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "lora_dropout": 0.0}
+    config |= {"target_modules": list(targets), "bias": "none", "base_model_name_or_path": str(folder)}
+    (out / "adapter_config.json").write_text(json.dumps(config))
+    return out
+
+
+def expected_with_adapter(folder: Path, adapter: Path, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    """Return the greedy tokens of a converted model whose linears get the products of an adapter of equal rank and alpha."""
+    from functools import partial
+
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    def add(a_RI: torch.Tensor, b_OR: torch.Tensor, module: Any, args: tuple[torch.Tensor, ...], y: torch.Tensor):
+        return y + args[0] @ a_RI.T @ b_OR.T
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
+    factors = load_file(adapter / "adapter_model.safetensors")
+    for name, a_RI in factors.items():
+        if ".lora_A." in name:
+            path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            b_OR = factors[name.replace("lora_A", "lora_B")]
+            model.get_submodule(path).register_forward_hook(partial(add, a_RI, b_OR))
+    found = []
+    for prompt in prompts:
+        options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        found.append(out[0, len(prompt) :].tolist())
+    return found

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -95,3 +99,13 @@ def test_without_a_gpu_no_kernel_computes_a_mixer(hybrid):
     with engine(hybrid) as llm:
         layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
         assert [layer.steps_in_place for layer in layers if hasattr(layer, "steps_in_place")] == [False, False]
+
+
+def test_cuda_graphs_without_compilation_end_at_a_mixer():
+    """In a process of its own: vLLM reads the variable when a module with such an operator is imported."""
+    if find_spec("vllm.compilation.breakable_cudagraph") is None:
+        pytest.skip("this version has no such graphs")
+    code = "from surgery.vllm.mixer_layer import surgery_mixer as f; print(hasattr(f, '__wrapped__'))"
+    variables = {**os.environ, "VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables)
+    assert done.stdout.split()[-1:] == ["True"], done.stderr

@@ -226,3 +226,13 @@ def test_another_quantization_is_refused_in_words(llama):
     message = "--quantization fp8 is not for converted checkpoints"
     with pytest.raises(Exception, match=message), engine(llama, quantization="fp8"):
         pass
+
+
+def test_random_weights_are_refused_in_words(llama):
+    with pytest.raises(Exception, match="--load-format dummy has random numbers"), engine(llama, load_format="dummy"):
+        pass
+
+
+def test_loading_again_is_refused_in_words(llama):
+    with engine(llama) as llm, pytest.raises(Exception, match=r"reload_weights is refused|twice"):
+        llm.collective_rpc("reload_weights")

@@ -9,7 +9,17 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers.served import attention_of_recipe, converted, expected, ragged_prompts
+from helpers.served import (
+    HYBRID,
+    attention_of_recipe,
+    converted,
+    expected,
+    expected_with_adapter,
+    lora_adapter,
+    ragged_prompts,
+    random_checkpoint,
+)
+from safetensors.torch import load_file, save_file
 from serving.engines import apart, check_equal, engine, generate, needs_vllm, preemptions
 
 pytestmark = needs_vllm
@@ -78,6 +88,29 @@ def test_preempted_requests_start_again(hybrid):
         assert preemptions(llm) > 0
 
 
+def test_requests_with_an_adapter_after_others_of_the_same_prompts(hybrid, tmp_path):
+    """LoRA of linears before and behind mixers, structured and dense; cached prefixes are those of an adapter.
+
+    Not in one step: vLLM's build for CPUs then adds the adapter to every request, of unconverted models too.
+    """
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
+    adapter = apart(lora_adapter, hybrid, tmp_path / "ADAPTER", targets)
+    prompts = ragged_prompts(4, **LONG)
+    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, min_tokens=TOKENS, ignore_eos=True)
+    plain = [tokens for tokens, _ in apart(expected, hybrid, prompts, TOKENS)]
+    adapted = apart(expected_with_adapter, hybrid, adapter, prompts, TOKENS)
+    assert plain != adapted
+    with engine(hybrid, enable_lora=True, max_loras=1, max_lora_rank=8, enable_prefix_caching=True) as llm:
+        for wanted in (plain, adapted, plain, adapted):
+            request = LoRARequest("adapter", 1, str(adapter)) if wanted is adapted else None
+            inputs = [{"prompt_token_ids": ids} for ids in prompts]
+            outputs = llm.generate(inputs, sampling, use_tqdm=False, lora_request=request)
+            assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
+
+
 def test_speculation_is_refused(hybrid):
     speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
     with (
@@ -109,6 +142,34 @@ def test_mixers_without_a_cache_in_vllm_are_refused(mixer, source, tmp_path):
         pytest.raises(Exception, match=r"sees the first 2 tokens|combines scores of|grows with the context"),
         engine(out),
     ):
+        pass
+
+
+def test_rope_that_depends_on_the_longest_request_is_served_up_to_a_length(tmp_path):
+    """Beyond it, a long request would change the rotation of those computed with it."""
+    rope = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 10000.0}
+    apart(random_checkpoint, tmp_path / "SRC", rope_parameters=rope, max_position_embeddings=64)
+    out = apart(converted, tmp_path / "SRC", tmp_path / "OUT", **HYBRID)
+    with pytest.raises(Exception, match="Use --max-model-len 64"), engine(out):
+        pass
+    prompts = ragged_prompts(longest=64 - TOKENS)
+    with engine(out, max_model_len=64) as llm:
+        check_equal(generate(llm, prompts, TOKENS), apart(expected, out, prompts, TOKENS))
+
+
+def test_a_missing_tensor_of_a_mixer_stops_the_engine(hybrid, tmp_path, monkeypatch):
+    """Also of a Hub id, whose files are not there yet when vLLM makes its config."""
+    from surgery.vllm.linear import SurgeryTable
+
+    broken = shutil.copytree(hybrid, tmp_path / "OUT")
+    tensors = load_file(broken / "model.safetensors")
+    name = next(name for name in tensors if ".mixer." in name)
+    tensors.pop(name)
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(Exception, match=r"mixer\."), engine(broken):
+        pass
+    monkeypatch.setattr(SurgeryTable, "maybe_update_config", lambda *args, **kwargs: None)
+    with pytest.raises(Exception, match="lacks 1 tensors of its mixers"), engine(broken):
         pass
 
 
