@@ -442,9 +442,7 @@ def stack_size(setting: Setting, heads: Callable[[Cell], int], memory: float) ->
 def _rows_of(rows: list[Row], setting: Setting, cell: Cell) -> list[Row]:
     """Return the rows of a cell, which are all that a choice for it reads: each look at all rows takes long."""
     method, width = cell
-    return [
-        row for row in rows if row["method"] == method and row["width"] == width and row["setting"] == setting.name
-    ]
+    return [row for row in rows if row["method"] == method and row["width"] == width and row["setting"] == setting.name]
 
 
 def best_rows(rows: list[Row], setting: Setting) -> BestRows:
