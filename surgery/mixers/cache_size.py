@@ -9,10 +9,29 @@ model.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
-from surgery.mixers.base import MIXERS, AttentionShape, MixerConfig
+from surgery.mixers.base import MIXERS, AttentionShape, MixerConfig, MixerCost
 from surgery.mixers.softmax import Softmax
+
+
+def mixer_cost(config: MixerConfig, shape: AttentionShape, length: int) -> MixerCost:
+    """Return the cost of a mixer for a context of `length` tokens.
+
+    Some mixers build a module to count it, and the layers of a model are mostly equal, so what was counted is kept.
+    """
+    try:
+        hash((config, shape))
+    except TypeError:  # a plugin's config with a list
+        return MIXERS[config].cost(config, shape, length)
+    return _kept_cost(config, shape, length)
+
+
+@lru_cache(maxsize=1024)
+def _kept_cost(config: MixerConfig, shape: AttentionShape, length: int) -> MixerCost:
+    return MIXERS[config].cost(config, shape, length)
 
 
 def cache_bytes(config: MixerConfig | None, shape: AttentionShape, length: int, dtype: torch.dtype) -> int:
@@ -25,5 +44,5 @@ def cache_bytes(config: MixerConfig | None, shape: AttentionShape, length: int, 
     if not shape.causal:
         return 0
     config = Softmax() if config is None else config
-    cost = MIXERS[config].cost(config, shape, length)
+    cost = mixer_cost(config, shape, length)
     return dtype.itemsize * (cost.cache - cost.float32) + max(4, dtype.itemsize) * cost.float32

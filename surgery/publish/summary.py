@@ -20,8 +20,8 @@ from surgery.checkpoint.source import CheckpointSource, open_converted_checkpoin
 from surgery.checkpoint.table import QUANT_METHOD, is_narrowed, mixers_of, stored_size, table_of
 from surgery.core.errors import SurgeryError
 from surgery.core.files import REPORT_NAME, read_json
-from surgery.mixers import MIXERS, AttentionShape, MixerConfig, mixer_config
-from surgery.mixers.cache_size import cache_bytes
+from surgery.mixers import AttentionShape, MixerConfig, mixer_config
+from surgery.mixers.cache_size import cache_bytes, mixer_cost
 from surgery.mixers.head_hybrid import HeadHybrid
 from surgery.mixers.masks.base import MASKS
 from surgery.mixers.native_config import Native, native_macs, native_state_bytes
@@ -484,7 +484,7 @@ def attention_costs(
         row["layers"] += share
         _add_costs(row, shape, config, share, lengths, dtype)
         _add_costs(softmax_costs, shape, None, 1 - share, lengths, dtype)
-        row["params"] += share * MIXERS[config].cost(config, shape, lengths[0]).params
+        row["params"] += share * mixer_cost(config, shape, lengths[0]).params
     others = list(softmax)
     for shape in others:
         _add_costs(softmax_costs, shape, None, Fraction(1), lengths, dtype)
@@ -536,7 +536,7 @@ def compare_costs(
     before = cache_bytes(None, shape, length, dtype), softmax_macs(shape, length)
     if config is None:
         return {"cache_bytes": (before[0],) * 2, "macs": (before[1],) * 2}
-    cost = MIXERS[config].cost(config, shape, length)
+    cost = mixer_cost(config, shape, length)
     if not config.replaces_attention:
         before = native_state_bytes(shape, dtype), native_macs(shape)
     return {"cache_bytes": (before[0], cache_bytes(config, shape, length, dtype)), "macs": (before[1], cost.macs)}

@@ -49,7 +49,8 @@ def names_trust(call: ast.Call) -> bool:
 def test_2_2_every_loading_call_says_whether_code_is_trusted():
     found, silent = 0, []
     for path in sorted(p for room in ROOMS for p in (ROOT / room).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if any(name in text for name in CALLS) else ():
             name = getattr(node.func, "attr", getattr(node.func, "id", None)) if isinstance(node, ast.Call) else None
             if name in CALLS:
                 found += 1

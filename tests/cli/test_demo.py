@@ -115,6 +115,8 @@ def test_it_takes_less_than_two_minutes_of_two_cores(run):
 def test_the_steps_are_said(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     few_measurements(monkeypatch)
+    monkeypatch.setattr("surgery.cli.demo.TOKENS", 512)  # two windows: no number is looked at
+    monkeypatch.setitem(NEEDLES, "samples", 1)
     (tmp_path / "quick.yaml").write_text(QUICK)
     app(["demo", "--out", "here", "--recipe", "quick.yaml"], standalone_mode=False)
     said = capsys.readouterr().out

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.embedded_part import save_part
 from helpers.small import make_recipe, model_outputs, tiny_inputs
 from safetensors.torch import load_file
 from torch import nn
@@ -75,10 +76,11 @@ def settled(value):
 # -- the command's bits ----------------------------------------------------------------------------
 @pytest.mark.parametrize("recipe", [LINEAR, MIXER], ids=["linear", "attention"])
 def test_the_folder_is_that_of_the_command(recipe, tmp_path):
-    text = tmp_path / "text.txt"
+    """With three layers: one before and one after that which is converted."""
+    text, source = tmp_path / "text.txt", save_part(tmp_path / "SRC", 3)
     text.write_text(tiny_text(), encoding="utf-8")
-    report = surgery.convert(TINY, recipe, tmp_path / "OUT", calibration=text, device="cpu")
-    model = tiny_model()
+    report = surgery.convert(source, recipe, tmp_path / "OUT", calibration=text, device="cpu")
+    model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False)
     assert surgery.apply(model, recipe, calibration=[tiny_text()], tokenizer=tiny_tokenizer()) is model
     model.save_pretrained(tmp_path / "LIVE")
     assert {p.name for p in (tmp_path / "LIVE").iterdir()} == {p.name for p in (tmp_path / "OUT").iterdir()}

@@ -28,7 +28,7 @@ from surgery.planning.plan import make_plan
 from surgery.publish.figures import CACHE_TOKENS
 from surgery.publish.html.data import load_page_data
 from surgery.publish.hub.model_card import _replacement_section
-from surgery.publish.summary import inspect, model_sizes, plan_dict
+from surgery.publish.summary import attention_costs, inspect, model_sizes, plan_dict
 
 SHAPE = AttentionShape(dim=12, heads=4, groups=2, key=8, value=6, scaling=8**-0.5, rotary=8)
 LENGTHS = (3, 40)  # before and after windows and blocks are full
@@ -137,3 +137,15 @@ def test_sizes_of_an_original_that_was_trained(tmp_path):
     for text in ('{"training": []}', "{"):
         (folder / "surgery_report.json").write_text(text, encoding="utf-8")
         assert model_sizes(open_converted_checkpoint(str(folder))) == plain
+
+
+def test_equal_layers_are_counted_once(monkeypatch):
+    """To count a mixer may build a module, and a plan has dozens of equal layers."""
+    config, counted = mixer_config({"mixer": "linear", "mask": {"name": "hierarchical", "block": 8}, "window": 11}), []
+    count = MIXERS[config].cost
+    monkeypatch.setattr(MIXERS[config], "cost", lambda *given: counted.append(given) or count(*given))
+    layers = [(f"layers.{n}", config, SHAPE) for n in range(5)]
+    found = attention_costs(layers, [], "rows", torch.float32, lengths=LENGTHS)
+    assert len(counted) == len(set(counted)) == len(LENGTHS)
+    (row,) = found["rows"]
+    assert row["macs"]["40"][1] == 5 * count(config, SHAPE, 40).macs

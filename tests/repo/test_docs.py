@@ -9,19 +9,16 @@ Blocks marked
 
 from __future__ import annotations
 
-import importlib.resources
-import json
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 from helpers import picture
+from helpers.embedded_part import EMBEDDED, TEXTS, save_part
 from helpers.quick_python import QuickPython
-from safetensors.torch import load_file, save_file
 
 from surgery.conversion.convert import convert
 from surgery.planning.recipe import ConversionRecipe, Rule, load_recipe
@@ -51,13 +48,10 @@ LONG = {"attention.md", "benchmarks.md", "compare.md", "performance.md", "pretra
 LONG |= {"api.md", "bench.md", "convert.md", "evaluate.md", "extend.md", "finetune.md", "quality.md", "run.md"}
 LONG |= {"stock.md", "structures.md", "tutorial.md", "upgrade.md"}
 LONG |= {"data.md", "key_cache.md", "linear_time.md", "recipes.md", "report.md"}
-TEXTS = ("calibration.txt", "heldout.txt")
 # Enough to run every command, in little time: sizes of the checkpoint, tokens that it reads, and of each text over two
 # windows of them.
 LAYERS, POSITIONS, CHARACTERS = 4, 640, 6_500
-HALVED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-EMBEDDED = Path(str(importlib.resources.files("surgery.recipes.tiny.checkpoint")))
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
@@ -79,21 +73,7 @@ def without_tuning(text: str) -> str:
 
 @pytest.fixture(scope="session")
 def source(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("docs") / "SRC"
-    shutil.copytree(EMBEDDED, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__", "training_log.json", *TEXTS))
-    config = json.loads((folder / "config.json").read_text())
-    more = tuple(f"model.layers.{n}." for n in range(LAYERS, config["num_hidden_layers"]))
-    words = config["vocab_size"]
-    kept = {
-        name: tensor[tuple(slice(n if n == words else n // 2) for n in tensor.shape)].contiguous()
-        for name, tensor in load_file(folder / "model.safetensors").items()
-        if not name.startswith(more)
-    }
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    config |= {key: config[key] // 2 for key in HALVED}
-    config |= {"num_hidden_layers": LAYERS, "max_position_embeddings": POSITIONS}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return save_part(tmp_path_factory.mktemp("docs") / "SRC", LAYERS, max_position_embeddings=POSITIONS)
 
 
 @pytest.fixture(scope="session")

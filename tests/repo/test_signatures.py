@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+from helpers.syntax import statements
+
 ROOT = Path(__file__).resolve().parents[2]
 MOST = 6
 PACKAGES = ("surgery", "kernels", "eval", "recipes")
@@ -26,7 +28,7 @@ def test_functions_take_at_most_six_arguments_by_position() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {count_positional(node)}"
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in statements(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         and count_positional(node) > MOST
         and not is_exempt(path, node)

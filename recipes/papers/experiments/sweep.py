@@ -439,6 +439,12 @@ def stack_size(setting: Setting, heads: Callable[[Cell], int], memory: float) ->
 
 
 # -- statistics -----------------------------------------------------------------------------------------
+def _rows_of(rows: list[Row], setting: Setting, cell: Cell) -> list[Row]:
+    """Return the rows of a cell, which are all that a choice for it reads: each look at all rows takes long."""
+    method, width = cell
+    return [row for row in rows if row["method"] == method and row["width"] == width and row["setting"] == setting.name]
+
+
 def best_rows(rows: list[Row], setting: Setting) -> BestRows:
     """Return the rows at the best rate of each cell.
 
@@ -447,7 +453,7 @@ def best_rows(rows: list[Row], setting: Setting) -> BestRows:
     """
     found = {}
     for cell in setting.cells:
-        own = [row for row in rows if (row["setting"], row["method"], row["width"]) == (setting.name, *cell)]
+        own = _rows_of(rows, setting, cell)
         rate, edge = best_rate(own, setting, cell), at_edge(own, setting, cell)
         seeds = len(seeds_at(own, setting, cell, setting.rates)) if len(setting.rates) > 1 else setting.seeds
         for row in own:
@@ -459,11 +465,12 @@ def best_rows(rows: list[Row], setting: Setting) -> BestRows:
 def is_complete(rows: list[Row], setting: Setting) -> bool:
     """Return whether there are rows of all seeds at the best rates, and of seed 0 at least at all rates."""
     for cell in setting.cells:
-        done, best = seeds_at(rows, setting, cell, setting.rates), best_rate(rows, setting, cell)
+        own = _rows_of(rows, setting, cell)
+        done, best = seeds_at(own, setting, cell, setting.rates), best_rate(own, setting, cell)
         if 0 not in done:
             return False
         if not setting.every_rate:
-            done = list(range(setting.seeds)) if best is None else seeds_at(rows, setting, cell, [best])
+            done = list(range(setting.seeds)) if best is None else seeds_at(own, setting, cell, [best])
         if len(done) < setting.seeds:
             return False
     return True

@@ -9,7 +9,7 @@ from surgery.conversion.estimation.steps import Step, StepEstimates
 from surgery.conversion.gated import ROUNDS, count_rows_to_score
 from surgery.conversion.hybrid import TRIAL_STEPS_SHARE
 from surgery.conversion.mixer_init.linear import PROFILE_SAMPLES, SHARPNESS
-from surgery.mixers import MIXERS
+from surgery.mixers.cache_size import mixer_cost
 from surgery.planning.attention_recipe import HybridRecipe
 
 # Bytes read and written for each multiply-accumulate of a mixer in plain PyTorch, and passes of one local step of Adam.
@@ -21,7 +21,7 @@ def mixer_work(kind: LayerKind, tokens: float, length: int) -> Work:
     token.
     """
     assert kind.target is not None
-    macs = MIXERS[kind.target.config].cost(kind.target.config, kind.target.shape, length).macs
+    macs = mixer_cost(kind.target.config, kind.target.shape, length).macs
     return Work(2.0 * macs, traffic=MIXER_TRAFFIC * macs).times(tokens)
 
 

@@ -19,8 +19,7 @@ from surgery.conversion.tune_model import coordinate_values, resident_bytes, ste
 from surgery.core.errors import SurgeryError
 from surgery.core.files import size_text
 from surgery.core.progress import duration_text
-from surgery.mixers import MIXERS
-from surgery.mixers.cache_size import cache_bytes
+from surgery.mixers.cache_size import cache_bytes, mixer_cost
 from surgery.planning.targets import Plan
 
 MIN_LIMIT = 2.0 * 2**30  # bytes of hidden states that stay in memory (surgery.calibration.layer_runner)
@@ -163,7 +162,7 @@ def result_bytes(shape: ConversionShape) -> float:
     """Return the bytes of the converted checkpoint."""
     saved = sum(target.numel - stored_size(target) for target in shape.plan.replaced_targets())
     mixed, _, _ = shape.plan.attention_after()
-    mixers = sum(MIXERS[t.config].cost(t.config, t.shape, 1).params for t in mixed)
+    mixers = sum(mixer_cost(t.config, t.shape, 1).params for t in mixed)
     return shape.itemsize * (shape.params - saved + mixers + shape.plan.untied_params)
 
 
