@@ -76,7 +76,7 @@ def settled(value):
 # -- the command's bits ----------------------------------------------------------------------------
 @pytest.mark.parametrize("recipe", [LINEAR, MIXER], ids=["linear", "attention"])
 def test_the_folder_is_that_of_the_command(recipe, tmp_path):
-    """With three layers: one before and one after that which is converted."""
+    """With three layers, of which one is converted: the first one, or that between two others."""
     text, source = tmp_path / "text.txt", save_part(tmp_path / "SRC", 3)
     text.write_text(tiny_text(), encoding="utf-8")
     report = surgery.convert(source, recipe, tmp_path / "OUT", calibration=text, device="cpu")
