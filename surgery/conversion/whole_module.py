@@ -106,7 +106,7 @@ class PlainModel(nn.Module):
 
         def forward(**inputs: Tensor) -> tuple[Tensor]:
             if "use_cache" in inputs:
-                raise TypeError("the module has no cache")
+                raise TypeError("the module takes no use_cache")
             return (self._run(inputs),)
 
         forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -82,9 +82,13 @@ class Journal:
 
     def __enter__(self) -> Journal:
         self._lock: TextIO | None = None
-        self.ranks.together_or_raise(lambda: self._open() if self.ranks.main else None)
-        self.entries = self.ranks.broadcast_object(self.entries)
-        self.ranks.together_or_raise(self._check_shared_folder)
+        try:
+            self.ranks.together_or_raise(lambda: self._open() if self.ranks.main else None)
+            self.entries = self.ranks.broadcast_object(self.entries)
+            self.ranks.together_or_raise(self._check_shared_folder)
+        except BaseException:  # another conversion in this Python session must find the folder free
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: Any) -> None:

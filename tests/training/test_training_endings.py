@@ -145,7 +145,7 @@ def test_1b_a_result_of_other_numbers_gets_no_name(student, words, tmp_path, mon
     weights = tmp_path / "out.partial" / "checkpoints" / "stage-01-step-0000000" / "weights.safetensors"
     good = weights.read_bytes()
     weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    with pytest.raises(SurgeryError, match=r"weights\.safetensors is damaged"):
+    with pytest.raises(SurgeryError, match=r"weights\.safetensors is missing or damaged"):
         finetune(str(student), healing_recipe(words, LM), out, resume=True, **OPTIONS)
     weights.write_bytes(good)
     finetune(str(student), healing_recipe(words, LM), out, resume=True, **OPTIONS)
