@@ -91,4 +91,4 @@ def _check_row(limit: Threshold, row: ComparisonRow) -> ThresholdResult:
     ratio = row.ratio.change if row.ratio else None
     held = ratio is not None and (ratio >= limit.share if row.metric.higher_is_better else ratio <= limit.share)
     where = "".join(f", {name} {value}" for name, value in row.group.items())
-    return ThresholdResult(str(limit), row.task + where, row.metric.name, ratio, held)
+    return ThresholdResult(str(limit), row.task + where, row.metric.label, ratio, held)

@@ -40,7 +40,7 @@ def search_lines(result: dict[str, Any]) -> list[Any]:
     whole += [format_cost(phase, original[phase]) for phase in timed]
     lines: list[Any] = [
         table,
-        "* at your limits. Predicted losses: nats per token of KL divergence from the original, with 95% intervals",
+        f"* {'nearest to' if result['excess'] else 'at'} your limits. Predicted losses: nats per token of KL divergence from the original, with 95% intervals",
         f"{damage}: what the choices lose, {'measured as a whole' if checked else 'each alone, added up'}",
         f"shares are of the original: {', '.join(whole)}",
     ]
@@ -88,9 +88,8 @@ def limit_lines(result: dict[str, Any]) -> list[str]:
     """Return sentences on the limits: which are exceeded, and which bind."""
     reached = result["points"][0]["costs"]
     exceeded = [
-        f"{MEASURES[name].option} cannot be met: the nearest choice has {format_cost(name, reached[name])} "
-        f"{MEASURES[name].label}, {format_cost(name, excess)} more than the limit of "
-        f"{format_cost(name, result['limits'][name])}"
+        f"{MEASURES[name].option} cannot be met: the nearest choice has {format_cost(name, reached[name])}, "
+        f"{format_cost(name, excess)} more than the limit of {format_cost(name, result['limits'][name])}"
         for name, excess in result["excess"].items()
     ]
     binding = [MEASURES[name].option for name in result["binds"]]

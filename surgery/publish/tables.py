@@ -453,7 +453,7 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
         groups = groups if storage["bits"] in (8, 4) else "groups by their bits"
         groups = f"fp8, {groups}" if storage.get("format") == "fp8" else groups
         lines.append(
-            f"{storage['linears']} linears stored in {storage['bits']} bits ({groups}): "
+            f"{storage['linears']} linears stored in {storage['bits']} bits ({groups}); all tensors: "
             f"{size_text(storage['bytes_before'])} -> "
             f"{size_text(storage['bytes_after'])}; errors above were measured before"
         )
@@ -473,7 +473,8 @@ def _total_lines(report: dict[str, Any]) -> list[str]:
             f"{held['converted'] - held['original']:.4f}{se})"
         )
         as_ratio = "" if ratio is None else f"perplexity {ratio}, "
-        lines.append(f"held-out text{held_out_size(held)}: {as_ratio}{held['unit']} {change}{before_storage(report)}")
+        when = f"{', before healing' if report.get('training') else ''}{before_storage(report)}"
+        lines.append(f"held-out text{held_out_size(held)}: {as_ratio}{held['unit']} {change}{when}")
     for line in (report.get("calibration") or {}).get("warnings", []):
         lines.append(f"calibration: {escape(str(line))}")
     seconds = report["time"]["seconds"]
