@@ -64,6 +64,7 @@ def models(monkeypatch, tmp_path):
         "loss": suite("loss", LOSS, lambda n: [1.0 + 0.1 * (n == "worse") + 0.01 * i for i in range(20)]),
         "broken": Suite("broken", "breaks", breaks),
     }
+    suites.load_suites()  # a module first imported below would register its suite in `made`
     monkeypatch.setattr(suites, "SUITES", made)
     monkeypatch.setattr(suites, "load_suites", lambda: made)
     monkeypatch.setattr(frame, "open_model", open_stub)
