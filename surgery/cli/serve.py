@@ -48,7 +48,7 @@ except Exception as error:
 """
 BINDING, THREADS = "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"  # variables for vLLM's build for CPUs
 CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
-MEMORY = "--gpu-memory-utilization"  # on a CPU, of the machine's memory
+MEMORY, CACHE_BYTES = "--gpu-memory-utilization", "--kv-cache-memory-bytes"  # on a CPU, of the machine's memory
 DEFAULT_MEMORY = 0.92  # vLLM's own share of the memory
 SPARE = 0.2  # of the free memory, left to other programs
 
@@ -169,16 +169,21 @@ def check_passed_on(words: list[str]) -> list[str]:
             f"only options of vLLM may follow `--` (got {words[0]!r}); for example: surgery serve OUT -- "
             "--gpu-memory-utilization 0.5"
         )
-    for word in words:
-        option = word.partition("=")[0].replace("_", "-")
-        if not option.startswith("--") or option == "--":
-            continue
+    for word, option in _options(words).items():
         if known := next((name for name in SET_HERE if name.startswith(option)), None):  # argparse takes beginnings
             what = "OUT is the model" if known == "--model" else f"give {known} before `--`"
             raise SurgeryError(f"{word} behind `--` would override an option of `surgery serve`: {what}")
         if CODE_OPTION.startswith(option):
             raise SurgeryError(f"{word}: surgery serve runs no code from the checkpoint's folder. Leave it out.")
     return words
+
+
+def _options(words: list[str]) -> dict[str, str]:
+    """Return the options among vLLM's words, each with its name, spelled with hyphens and without a value. It may be the
+    beginning of a name, which argparse takes.
+    """
+    names = {word: word.partition("=")[0].replace("_", "-") for word in words}
+    return {word: name for word, name in names.items() if name.startswith("--") and name != "--"}
 
 
 def choose_server(
@@ -285,9 +290,8 @@ def memory_share(words: list[str], free: float) -> float | None:
     """Return the share of the memory for vLLM's build for CPUs, which stops where less than its default is free; None
     where it may take its default, or the user decides. free: share of the memory that is free.
     """
-    decided = (MEMORY, "--kv-cache-memory-bytes")
-    options_given = {word.partition("=")[0].replace("_", "-") for word in words}
-    if free > DEFAULT_MEMORY or not is_cpu_build() or CACHE_SPACE in os.environ or options_given & set(decided):
+    decided = any(name.startswith(option) for option in _options(words).values() for name in (MEMORY, CACHE_BYTES))
+    if free > DEFAULT_MEMORY or not is_cpu_build() or CACHE_SPACE in os.environ or decided:
         return None
     return max(0.01, math.floor(100 * (1 - SPARE) * free) / 100)
 

@@ -294,7 +294,7 @@ def test_vllm_on_a_cpu_gets_a_share_of_the_free_memory(monkeypatch):
     monkeypatch.delenv(serving.CACHE_SPACE, raising=False)
     assert serving.memory_share([], 0.5) == 0.4
     assert serving.memory_share([], 0.95) is None
-    for words in (["--gpu_memory_utilization", "0.1"], ["--kv-cache-memory-bytes=1G"]):
+    for words in (["--gpu_memory_utilization", "0.1"], ["--gpu-memory-util=0.1"], ["--kv-cache-memory-bytes=1G"]):
         assert serving.memory_share(words, 0.5) is None
     monkeypatch.setattr(serving, "is_cpu_build", lambda: False)
     assert serving.memory_share([], 0.5) is None
