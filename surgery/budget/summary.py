@@ -38,9 +38,10 @@ def search_lines(result: dict[str, Any]) -> list[Any]:
     whole = [f"{format_count(original['parameters'])} parameters", size_text(original["bytes"])]
     whole += [f"{size_text(original['cache'])} of cache at {format_tokens(result['at'])}"]
     whole += [format_cost(phase, original[phase]) for phase in timed]
+    where = "nearest to" if result["excess"] else "at"
     lines: list[Any] = [
         table,
-        f"* {'nearest to' if result['excess'] else 'at'} your limits. Predicted losses: nats per token of KL divergence from the original, with 95% intervals",
+        f"* {where} your limits. Predicted losses: nats per token of KL divergence from the original, with 95% intervals",
         f"{damage}: what the choices lose, {'measured as a whole' if checked else 'each alone, added up'}",
         f"shares are of the original: {', '.join(whole)}",
     ]

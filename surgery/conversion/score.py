@@ -26,7 +26,8 @@ class HeldOutScore:
 
     unit "nats per token": original and converted are mean losses, difference_se the standard error of their
     difference over samples (None for a single sample). unit "relative output error", for models that predict no next
-    token and for samples without token ids: original is 0 and converted is |f0 - f| / |f0|. tokens, samples: how many were scored; samples 0: unknown.
+    token and for samples without token ids: original is 0 and converted is |f0 - f| / |f0|. tokens, samples: how many
+    were scored; samples 0: unknown.
     """
 
     unit: str

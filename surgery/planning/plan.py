@@ -640,7 +640,8 @@ def _check_patterns(recipe: ConversionRecipe, layout: ModelLayout, model_type: s
                 f"plan: {given[0]} for {rule.match!r} has no effect, because the recipe leaves all linears dense. Give "
                 f"the rule a structure, for example low_rank, or leave {given[0]} out"
             )
-        matched = [linear for linear in layout.linears if _applies(rule.model_copy(update={"layers": None}), linear)]
+        anywhere = rule.model_copy(update={"layers": None})
+        matched = [linear for linear in layout.linears if _applies(anywhere, linear)]
         if matched and all(linear.layer and linear.layer not in layout.layers for linear in matched):
             raise SurgeryError(
                 f"plan: pattern {rule.match!r} matches only modules of tower {matched[0].tower!r} ({matched[0].path}), "
